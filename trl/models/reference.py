@@ -10,13 +10,21 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
 from torch.distributed.tensor import distribute_tensor
 from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import deepspeed_config
 
 from ..imports import require
 from .patches import prepare_apart
-from .sharded import gather_fsdp1, gather_of, gather_zero3, gathered_parameters, whole
+from .sharded import (
+    fsdp1_units,
+    gather_fsdp1,
+    gather_of,
+    gather_zero3,
+    gathered_parameters,
+    whole,
+)
 from .unwrap import is_peft_model
 
 REFERENCE_ADAPTER = "ref"
@@ -172,11 +180,30 @@ def _deepspeed(model: nn.Module, plugin: Any) -> nn.Module:
 
 
 @torch.no_grad()
-def whole_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Names and full tensors in main memory, one gathered at a time; all ranks must iterate."""
-    for name, value in model.state_dict(keep_vars=True).items():
+def whole_weights(model: nn.Module, on_first: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Names and full tensors in main memory, one gathered at a time; all ranks must iterate.
+
+    FSDP1 gathers all of them before the first: on every rank, or `on_first`, where only that of
+    rank 0 is read.
+    """
+    with _full_states_of_fsdp1(model, on_first):
+        state = model.state_dict(keep_vars=True)
+    for name in list(state):
+        value = state.pop(name)
         with gathered_parameters([value]):
             yield name, whole(value).cpu().clone()
+
+
+@contextmanager
+def _full_states_of_fsdp1(model: nn.Module, on_first: bool) -> Iterator[None]:
+    """Let `state_dict` of a model that FSDP1 shards put whole weights into main memory."""
+    if not fsdp1_units(model.modules()):
+        yield
+        return
+    config = FullStateDictConfig(offload_to_cpu=True, rank0_only=on_first)
+    kind = StateDictType.FULL_STATE_DICT
+    with FullyShardedDataParallel.state_dict_type(model, kind, config):
+        yield
 
 
 @torch.no_grad()

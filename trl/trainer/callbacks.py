@@ -88,12 +88,20 @@ class MovingReference(SyncRefModelCallback):
         # Of adapters the factors are blended, not the changes of weights that they stand for.
         return super()._pairs(policy) if self._is_copy else references.frozen_pairs(policy)
 
-    def write(self, folder: str | Path, writes: bool) -> None:
-        """Write its weights to a checkpoint; every rank calls this, for all take part."""
-        if self._is_copy:
-            weights = dict(references.whole_weights(self.ref_model))  # which all put together
+    def write(self, folder: str | Path, writes: bool, on_each_node: bool = False) -> None:
+        """Write its weights to a checkpoint; every rank calls this, for all gather them together.
+
+        The ranks that write, one `on_each_node` or rank 0 alone, hold all weights meanwhile, and
+        the others one at a time.
+        """
+        if not self._is_copy:
+            return
+        weights = {}
+        for name, weight in references.whole_weights(self.ref_model, on_first=not on_each_node):
             if writes:
-                torch.save(weights, Path(folder) / REFERENCE_FILE)
+                weights[name] = weight
+        if writes:
+            torch.save(weights, Path(folder) / REFERENCE_FILE)
 
     def read(self, folder: str | Path, ranks: Ranks) -> None:
         """Take over what `write` wrote, if every rank finds it."""
@@ -101,7 +109,7 @@ class MovingReference(SyncRefModelCallback):
         if not self._is_copy:
             return
         if ranks.all(path.exists()):
-            references.load_weights(self.ref_model, load(path))
+            references.load_weights(self.ref_model, load(path, in_place=True))
         elif ranks.rank == 0:
             logger.warning(
                 f"{folder} has no {REFERENCE_FILE}: the reference starts from the policy."

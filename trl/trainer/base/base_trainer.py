@@ -277,7 +277,8 @@ class BaseTrainer(Named, OverrideCheck, Trainer):
         super()._save_rng_state(output_dir)
         self.rank_state.write(output_dir, self.batch_layout(), self.place)
         if self._moving_reference is not None:
-            self._moving_reference.write(output_dir, self.args.should_save)
+            on_each_node = self.args.save_on_each_node
+            self._moving_reference.write(output_dir, self.args.should_save, on_each_node)
 
     def find_checkpoint(self, wanted: Any = True) -> str | None:
         """Return the folder of the checkpoint `wanted`, as in `train`; all processes call this."""

@@ -80,9 +80,12 @@ class RankState:
         return Path(folder) / f"trl_state_{self._ranks.rank}.pt"
 
 
-def load(path: Path) -> Any:
-    """Read tensors and plain values; a file with anything else in it is refused."""
-    return torch.load(path, map_location="cpu", weights_only=True)
+def load(path: Path, in_place: bool = False) -> Any:
+    """Read tensors and plain values; a file with anything else in it is refused.
+
+    Tensors that are left `in_place` are read when they are used, which the file must outlive.
+    """
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=in_place)
 
 
 def checkpoints_in(folder: str | Path) -> list[Path]:
