@@ -1,8 +1,8 @@
 """Calling functions that users wrote: limited in time, with failures as values.
 
-Calls with a limit run in threads of their own. These get the settings that torch has for the calling
-thread, which a new one would lack: the CUDA device, which is 0 at first on every rank, the default
-device, and whether gradients are recorded.
+Calls with a limit run in threads of their own. These get the settings that torch has for the
+calling thread, which a new one would lack: the CUDA device, which is 0 at first on every rank, the
+default device, and whether gradients are recorded.
 """
 
 import asyncio
