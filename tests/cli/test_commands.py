@@ -42,6 +42,42 @@ def test_help_begins_with_what_is_needed(capsys):
     assert "--weight_decay" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("name", "words", "listed", "left_out"),
+    [
+        (
+            "lengths",
+            [],
+            ["--max_lengths", "--png", "--packing", "--dataset_name"],
+            "--weight_decay",
+        ),
+        ("lengths", ["--method", "grpo"], ["--max_prompt_length"], "--packing"),
+        ("memory-plan", [], ["--method", "--max_completion_length"], "--max_length "),
+        ("memory-plan", ["--method", "sft"], ["--max_length "], "--max_completion_length"),
+        ("memory-plan", ["--method", "sftt"], ["--max_completion_length"], "--max_length "),
+    ],
+)
+def test_help_of_a_preview_is_short(capsys, name, words, listed, left_out):
+    COMMANDS[name].run(["--help", *words])
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"usage: trl {name} [options]\n\n{COMMANDS[name].summary}\n\nexample:")
+    assert len(shown.splitlines()) < 75  # those of training commands have 70
+    assert all(option in shown for option in listed) and left_out not in shown
+    assert shown.index("required:") < shown.index("options:") < shown.index("--method {")
+    assert f"`trl {name} --help-all` lists all " in shown
+    COMMANDS[name].run(["--help-all", *words])
+    assert "--weight_decay" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["lengths", "memory-plan"])
+def test_the_example_of_a_preview_is_legal(name):
+    command = COMMANDS[name]
+    words = command.example.split()
+    values, problems, others, rest = command.full_parser(words).collect(words)
+    assert (problems, others, rest) == ([], {}, [])
+    assert set(command.needed) <= set(values)
+
+
 @pytest.mark.parametrize("name", TRAINING)
 def test_the_example_has_no_mistakes(name):
     command = TRAINING[name]

@@ -68,6 +68,20 @@ def test_commands_have_a_help(command, capsys):
     assert capsys.readouterr().out.startswith(f"usage: trl {command} ")
 
 
+LOADING = """
+import sys
+sys.modules["torch"] = None  # cannot be imported
+from trl.cli.main import main
+main(["sft", "--model_name_or_path", "some/model", "--dataset_name", "d", "--output_dir", "out"])
+"""
+
+
+def test_a_command_says_what_it_loads_before_it_loads_libraries(tmp_path):
+    done = run_python(["-c", LOADING], tmp_path)
+    assert done.stdout == "Loading some/model ...\n"
+    assert "import of torch halted" in done.stderr
+
+
 def test_words_come_from_the_process(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["trl", "env"])
     main()
@@ -93,9 +107,14 @@ def test_an_interrupt_is_no_traceback(monkeypatch):
         "from trl.cli.main import main; main(['completions', 'c.jsonl'])",
         "from trl.cli.main import main; main(['rloo', '--help'])",
         "from trl.cli.main import main; main(['grpo', '--help-all'])",
+        "from trl.cli.main import main; main(['lengths', '--help'])",
+        "from trl.cli.main import main; main(['memory-plan', '--help-all'])",
         f"from trl.cli.main import main\n{MISSING}\n",
     ],
-    ids=["import", "help", "version", "completions", "options", "all options", "mistakes"],
+    ids=[
+        *("import", "help", "version", "completions", "options", "all options", "preview"),
+        *("all of a preview", "mistakes"),
+    ],
 )
 def test_nothing_heavy_is_loaded(code, tmp_path):
     (tmp_path / "c.jsonl").write_text(json.dumps(COMPLETION))

@@ -18,7 +18,6 @@ class Command:
 
     name: str
     summary: str  # what it does, for `trl --help`
-    source: str = ""  # the path of a dataclass with its options, where importing them takes long
 
     def run(self, words: list[str]) -> None:
         import_module(self.module).main(words)
@@ -29,9 +28,61 @@ class Command:
 
     def option_parser(self) -> Any:
         """The options of the command, to look names up."""
-        if self.source:
-            return TrlParser(class_from_source(self.source))
         return import_module(self.module).make_parser()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreviewCommand(Command):
+    """A command that takes the options of a training command and looks at what it would do.
+
+    Its help is made without importing its module, which takes long.
+    """
+
+    source: str  # the path of a dataclass with its own options; one is `method`
+    needed: tuple[str, ...]  # options that must be given
+    common: tuple[str, ...]  # options of training that `--help` lists, where the method has them
+    example: str  # options, for `--help`
+
+    def option_parser(self) -> TrlParser:
+        """The options of its own, to look names up."""
+        return TrlParser(class_from_source(self.source), add_help=False)
+
+    def run(self, words: list[str]) -> None:
+        """Show help, or run the module."""
+        if "--help-all" in words:
+            self.full_parser(words).print_help()
+        elif {"-h", "--help"} & set(words):
+            print(self.help(words))
+        else:
+            super().run(words)
+
+    def full_parser(self, words: list[str]) -> TrlParser:
+        """The options with those of the training command that `--method` names."""
+        own = self.option_parser()
+        method = getattr(own.parse_known_args(words)[0], "method", None)
+        if method not in TRAINING:
+            method = own.default("method")
+        kinds = (*own.dataclass_types, *TRAINING[method].option_parser().dataclass_types)
+        return TrlParser(kinds, prog=f"trl {self.name}")
+
+    def help(self, words: list[str]) -> str:
+        """The options of its own, and those that say what is looked at."""
+        parser = self.full_parser(words)
+        common = [name for name in self.common if parser.knows(name)]
+        groups = {
+            "required": self.needed,
+            "options": self.option_parser().names,
+            "common options of training": (*common, "config"),
+        }
+        return "\n".join(
+            [
+                f"usage: trl {self.name} [options]\n\n{self.summary}\n\nexample:",
+                f"  trl {self.name} {self.example}\n",
+                short_help(parser, groups),
+                f"`trl {self.name} --help-all` lists all {len(parser.names)} options, with those "
+                "of the training command\nthat --method names.",
+            ]
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +120,9 @@ class TrainingCommand(Command):
                 parser.error(" ".join(str(error).split()))
             if mistakes:
                 parser.error(f"{' '.join(mistakes)} `trl {self.name} --help` has an example.")
+            values = parser.collect(words)[0]
+            if not values.get("plan"):  # libraries are imported now, which takes seconds
+                print(f"Loading {values['model_name_or_path']} ...", flush=True)
             import_module("trl.cli.launch").launch(self.name, parser, words)
 
     def mistakes(self, parser: TrlParser, words: Sequence[str]) -> list[str]:
@@ -174,15 +228,27 @@ TRAINING: dict[str, TrainingCommand] = {
 COMMANDS: dict[str, Command] = TRAINING | {
     command.name: command
     for command in (
-        Command(
+        PreviewCommand(
             "memory-plan",
             "print how much memory a training command would take",
-            "trl.cli.memory_plan.PlanArguments",
+            source="trl.cli.memory_plan.PlanArguments",
+            needed=("model_name_or_path",),
+            common=(
+                *("device_memory_gb", "longest_prompt", "max_length", "max_completion_length"),
+                *("per_device_train_batch_size", "num_generations", "use_vllm", "use_peft"),
+            ),
+            example="--method grpo --model_name_or_path Qwen/Qwen3-0.6B --device_memory_gb 80",
         ),
-        Command(
+        PreviewCommand(
             "lengths",
             "show how long the rows of a dataset are, and what a limit would cost",
-            "trl.cli.lengths.LengthsArguments",
+            source="trl.cli.lengths.LengthsArguments",
+            needed=("model_name_or_path", "dataset_name"),
+            common=(
+                *("dataset_train_split", "max_length", "max_prompt_length", "packing"),
+                *("per_device_train_batch_size", "device_memory_gb"),
+            ),
+            example="--model_name_or_path Qwen/Qwen3-0.6B --dataset_name trl-lib/Capybara",
         ),
         Command("vllm-serve", "serve a model with vLLM for vllm_mode='server'"),
         Command("completions", "show the completions a run wrote"),

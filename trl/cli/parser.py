@@ -213,6 +213,10 @@ class TrlParser(OneLineParser):
         """All options, names of earlier releases excepted."""
         return [name for name in self._options if name not in self._legacy]
 
+    def default(self, name: str) -> Any:
+        """The default of an option."""
+        return self._options[name].default
+
     def knows(self, name: str) -> bool:
         """Whether `name` (with underscores) may be given, with hyphens in front."""
         return f"--{name}" in option_actions(self)
