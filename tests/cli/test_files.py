@@ -1,6 +1,7 @@
 """Datasets by name."""
 
 import json
+import shutil
 
 import datasets
 import pytest
@@ -23,21 +24,42 @@ def write(path, rows=ROWS):
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     elif path.suffix == ".json":
         path.write_text(json.dumps(rows))
-    elif path.suffix == ".csv":
-        lines = ["prompt,answer"] + [f'"{row["prompt"]}",{row["answer"]}' for row in rows]
+    elif path.suffix in (".csv", ".tsv"):
+        comma = "," if path.suffix == ".csv" else "\t"
+        lines = [f"prompt{comma}answer"]
+        lines += [f'"{row["prompt"]}"{comma}{row["answer"]}' for row in rows]
         path.write_text("\n".join(lines) + "\n")
+    elif path.suffix == ".arrow":
+        Dataset.from_list(rows).save_to_disk(path.parent / "saved")
+        shutil.move(path.parent / "saved" / "data-00000-of-00001.arrow", path)
+        shutil.rmtree(path.parent / "saved")
     else:
         Dataset.from_list(rows).to_parquet(path)
     return str(path)
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize("suffix", ["json", "jsonl", "csv", "parquet"])
+@pytest.mark.parametrize("suffix", ["json", "jsonl", "csv", "tsv", "parquet", "arrow"])
 def test_a_file_is_the_training_split(tmp_path, suffix, streaming):
     found = load_dataset_source(write(tmp_path / f"d.{suffix}"), streaming=streaming)
     assert list(found) == ["train"]
     assert list(found["train"]) == ROWS
     assert isinstance(found["train"], IterableDataset if streaming else Dataset)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_lines_of_a_text_file_are_rows(tmp_path, streaming):
+    (tmp_path / "rows.txt").write_text("one\ntwo, three\n")
+    found = load_dataset_source(str(tmp_path / "rows.txt"), streaming=streaming)
+    assert list(found["train"]) == [{"text": "one"}, {"text": "two, three"}]
+
+
+def test_texts_beside_data_are_no_data(tmp_path):
+    write(tmp_path / "train.jsonl")
+    (tmp_path / "notes.txt").write_text("where this comes from")
+    assert list(load_dataset_source(str(tmp_path))) == ["train"]
+    (tmp_path / "train.jsonl").unlink()
+    assert list(load_dataset_source(str(tmp_path))) == ["notes"]
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -119,9 +141,11 @@ def test_an_absent_folder_names_the_nearest(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
-        ("rows.jsonl", '{"prompt":\n', "JSON parse error"),
+        ("rows.jsonl", '{"prompt":\n', "line 1 of rows.jsonl is not valid JSON: Expecting value"),
+        ("rows.txt", "", "it holds no rows"),
+        ("rows.arrow", "text", "File is too small: 4"),
         ("rows.json", "", "it holds no rows"),
-        ("rows.csv", "", "No columns to parse from file"),
+        ("rows.csv", "", "it holds no rows"),
         ("rows.parquet", "text", "smaller than the minimum file footer"),
     ],
 )
@@ -149,7 +173,7 @@ def test_folders_without_data_or_of_several_kinds(tmp_path):
         load_dataset_source(str(tmp_path))
     write(tmp_path / "a.csv")
     write(tmp_path / "b.jsonl")
-    with pytest.raises(ValueError, match=r"files of several kinds \((csv, json|json, csv)\)"):
+    with pytest.raises(ValueError, match=r"files of several kinds \(\.csv, \.jsonl\)"):
         load_dataset_source(str(tmp_path))
 
 

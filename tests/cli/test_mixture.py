@@ -4,7 +4,7 @@ import json
 
 import datasets
 import pytest
-from datasets import DatasetDict, IterableDatasetDict
+from datasets import Dataset, DatasetDict, IterableDatasetDict
 
 from trl.cli.mixture import DatasetConfig, DatasetMixtureConfig, get_dataset
 
@@ -130,3 +130,28 @@ def test_bad_mixtures(entries, others, words):
 def test_an_empty_mixture():
     with pytest.raises(ValueError, match="datasets is empty"):
         get_dataset(DatasetMixtureConfig())
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_local_files_and_saved_datasets_are_paths(tmp_path, streaming):
+    (tmp_path / "a.txt").write_text("one\ntwo\n")
+    (tmp_path / "b.tsv").write_text("text\tn\nthree\t3\n")
+    Dataset.from_dict({"text": ["four"]}).save_to_disk(tmp_path / "c")
+    entries = [{"path": str(tmp_path / name)} for name in ("a.txt", "c")]
+    entries.append({"path": str(tmp_path / "b.tsv"), "columns": ["text"]})
+    found = get_dataset(DatasetMixtureConfig(entries, streaming=streaming))
+    assert [row["text"] for row in found["train"]] == ["one", "two", "four", "three"]
+    with pytest.raises(ValueError, match=r"datasets: split 'test': .*a.txt has the splits train"):
+        get_dataset(DatasetMixtureConfig([entries[0] | {"split": "test"}]))
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_file_that_cannot_be_read_is_named(tmp_path, by_name):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"a": 1}\n{"a": 2},\n')
+    one = {"path": str(path)} if by_name else {"path": "json", "data_files": {"train": str(path)}}
+    with pytest.raises(ValueError, match=r"datasets: .*line 2 of a.jsonl ends with a comma"):
+        get_dataset(DatasetMixtureConfig([one]))
+    path.write_bytes(b'{"a": "\xe9"}\n')
+    with pytest.raises(ValueError, match=r"datasets: .*line 1 of a.jsonl is not UTF-8"):
+        get_dataset(DatasetMixtureConfig([one]))

@@ -3,19 +3,24 @@
 import dataclasses
 import math
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from datasets import (
     Dataset,
     DatasetDict,
+    Features,
     IterableDatasetDict,
+    Value,
     concatenate_datasets,
     load_dataset,
 )
 
 from ..data.supervised import SOURCE_COLUMN
 from ..text import count
+from .data_files import check_encoding, naming_files
+from .files import is_saved, load_dataset_source
 
 # All processes of a run, and a continued run, must keep the same rows for evaluation.
 SPLIT_SEED = 0
@@ -25,7 +30,7 @@ SPLIT_SEED = 0
 class DatasetConfig:
     """One dataset of a mixture; the first fields are those of `datasets.load_dataset`."""
 
-    path: str
+    path: str  # or a local file, or a folder written by `save_to_disk`
     name: str | None = None
     data_dir: str | None = None
     data_files: str | list[str] | dict[str, str] | None = None
@@ -139,12 +144,41 @@ def hold_out(dataset: Any, share: float) -> DatasetDict:
 
 
 def _load(entry: DatasetConfig, streaming: bool) -> Any:
-    names = ("path", "name", "data_dir", "data_files", "split")
-    options = {name: getattr(entry, name) for name in names}
-    dataset = load_dataset(**options, streaming=streaming)
+    path = Path(entry.path).expanduser()
+    if path.is_file() or is_saved(path):
+        splits = load_dataset_source(entry.path, entry.name, streaming, "datasets: path")
+        if entry.split not in splits:
+            raise ValueError(
+                f"datasets: split {entry.split!r}: {entry.path} has the splits {', '.join(splits)}."
+            )
+        dataset = splits[entry.split]
+    else:
+        names = ("path", "name", "data_dir", "data_files", "split")
+        options = {name: getattr(entry, name) for name in names}
+        place, files = f"datasets: {entry.data_files or entry.path}", _local_files(entry.data_files)
+        check_encoding(place, files)
+        with naming_files(place, files):
+            dataset = load_dataset(**options, streaming=streaming)
     if entry.limit is not None:
         dataset = dataset.take(entry.limit)
-    return dataset if entry.columns is None else dataset.select_columns(entry.columns)
+    dataset = dataset if entry.columns is None else dataset.select_columns(entry.columns)
+    return _with_plain_strings(dataset)
+
+
+def _with_plain_strings(dataset: Any) -> Any:
+    """Texts of CSV are of a type of their own, with which others cannot be concatenated."""
+    features = dataset.features or {}
+    large = [name for name, kind in features.items() if kind == Value("large_string")]
+    plain = features | dict.fromkeys(large, Value("string"))
+    return dataset.cast(Features(plain)) if large else dataset
+
+
+def _local_files(data_files: Any) -> list[Path]:
+    """The files here among some data files; others are addresses or patterns."""
+    if isinstance(data_files, dict):
+        return [file for files in data_files.values() for file in _local_files(files)]
+    names = [data_files] if isinstance(data_files, str) else data_files or []
+    return [path for path in map(Path, names) if path.is_file()]
 
 
 def _changed(dataset: Any, entry: DatasetConfig, names: bool) -> Any:

@@ -119,15 +119,15 @@ def encode_aligned(
 ) -> list[Encoded]:
     """`encode_supervised` for prompts and completions that were aligned, see `align_answers`."""
     forms = [_is_chat(kind, row) for row in rows]
-    if any(forms) and not all(forms):  # as columns of JSON may be
+    if len(set(forms)) > 1:  # as columns of JSON may be
         return _of_both_forms(rows, forms, encoder, options)
     sources = list(range(len(rows)))
-    if kind == "tokenized":
-        found = [_tokenized(row, options) for row in rows]
-    elif all(forms):
+    if all(forms):
         targets = _chats(rows, kind, encoder, options)
         texts, spans, sources = (list(map(itemgetter(i), targets)) for i in range(3))
         found = encoder.masked(texts, spans)
+    elif kind == "tokenized":
+        found = [_tokenized(row, options) for row in rows]
     else:
         found = [encoder.closed(*row) for row in encoder.masked(*_texts(rows, kind, options))]
     origins = [str(row.get(options.source_column, "")) for row in rows]
