@@ -133,6 +133,31 @@ def test_python(page, folder):
     assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-3000:]
 
 
+def test_pip_accepts_what_the_pages_tell_to_install():
+    """Of this environment, whose version of pip refuses `git+file:///` with extras."""
+    parser = pytest.importorskip("pip._vendor.packaging.requirements")
+    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    named = set(re.findall(r'pip install "([^"]*@[^"]*)"', text))
+    named = {re.sub("<url[^>]*>", "https://host/trl", x).replace("<branch>", "b") for x in named}
+    assert len(named) >= 3
+    for requirement in named:
+        parser.Requirement(requirement)
+
+
+def test_times_of_the_readme_are_those_of_the_benchmarks():
+    page = (ROOT / "docs" / "benchmarks" / "preferences.md").read_text(encoding="utf-8")
+    row = r"^\| (DPO|KTO|Reward|SFT) \| [^|]*\) \| [^|]*\) \| ([\d.]+) \|"
+    times = dict(re.findall(row, page, flags=re.MULTILINE))
+    assert len(times) == 4
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    for name, time in times.items():
+        assert f"{name.replace('Reward', 'reward models')} {time}" in readme
+    steps = (ROOT / "docs" / "benchmarks" / "step.md").read_text(encoding="utf-8")
+    ratio = re.search(r"^\| RLOO 512/64/8 \| ([\d.]+) ", steps, flags=re.MULTILINE)[1]
+    for place in ("README.md", "docs/index.md"):
+        assert f"{float(ratio):.0f} times as long" in (ROOT / place).read_text(encoding="utf-8")
+
+
 @pytest.mark.slow
 def test_the_script_makes_what_the_pages_use(tmp_path):
     """Other tests here run pages on files of `write_inputs`; readers have those of the script."""
