@@ -1,6 +1,7 @@
 """Optional dependencies."""
 
 import importlib
+import os
 import re
 import subprocess
 import sys
@@ -11,7 +12,18 @@ from pathlib import Path
 import pytest
 
 import trl
-from trl.imports import EXTRAS, TESTED, beyond_tested, is_available, require, version_of
+from trl.imports import (
+    CORE,
+    EXTRAS,
+    TESTED,
+    beyond_tested,
+    check_versions,
+    floors,
+    is_available,
+    require,
+    too_old,
+    version_of,
+)
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -107,6 +119,109 @@ def test_a_version_beyond_those_tested_is_named(monkeypatch, installed, warns):
         "5.23). If training fails or behaves oddly, run: pip install 'transformers==5.23.*'"
     )
     assert beyond_tested("transformers") == (expected if warns else None)
+
+
+# --- Versions that are too old ---
+
+
+FLOORS = dict(line.split(">=") for line in PROJECT["dependencies"] if ">=" in line)
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """Let versions of packages stand before those that are installed: the folder they are in."""
+
+    def install(**versions):
+        needs = [*PROJECT["dependencies"], 'peft>=0.19; extra == "peft"']
+        lines = "".join(f"Requires-Dist: {line}\n" for line in needs)
+        for name, version in {"trl": "1", **versions}.items():
+            folder = tmp_path / f"{name}-{version}.dist-info"
+            folder.mkdir()
+            text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+            (folder / "METADATA").write_text(text + lines * (name == "trl"))
+        return tmp_path
+
+    for function in (floors, too_old):
+        function.cache_clear()
+    monkeypatch.syspath_prepend(tmp_path)
+    yield install
+    for function in (floors, too_old):
+        function.cache_clear()
+
+
+def test_floors_are_those_of_the_project(installed):
+    installed()
+    assert floors() == FLOORS | {"peft": "0.19"}
+    assert FLOORS.keys() == {*CORE}
+    check_versions()
+
+
+@pytest.mark.parametrize(
+    ("package", "installed_version", "is_old"),
+    [
+        ("torch", "2.10.1+cu128", True),
+        ("torch", "2.11.0a0+git1", False),
+        ("torch", "3.0", False),
+        ("transformers", "5.9.0", True),
+        ("peft", "0.18.1", True),
+        ("surely_absent", "1", False),
+    ],
+)
+def test_a_version_below_the_floor_is_named_with_the_floor(
+    installed, package, installed_version, is_old
+):
+    installed(**{package: installed_version})
+    floor = floors().get(package)
+    expected = (
+        f"trl needs {package} {floor} or newer, but {installed_version} is installed. "
+        f"Run: pip install '{package}>={floor}'"
+    )
+    assert too_old(package) == (expected if is_old else None)
+
+
+def test_a_feature_whose_package_is_too_old_says_so(installed):
+    installed(peft="0.18.1")
+    with pytest.raises(ImportError, match=r"adapters: trl needs peft 0.19 or newer, but 0.18.1"):
+        require("peft.tuners", "adapters")
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "error"),
+    [
+        (["-c", "from trl import RLOOTrainer"], 1, "ImportError: "),
+        (["-c", "import trl.trainer.sft_trainer"], 1, "ImportError: "),
+        (["-m", "trl", "sft", "--model_name_or_path", "m"], 2, "trl sft: error: "),
+    ],
+)
+def test_what_is_too_old_is_named_before_it_is_imported(installed, words, status, error):
+    folder = installed(torch="2.8.0", transformers="5.1")
+    done = subprocess.run(
+        [sys.executable, *words],
+        env=os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == status
+    floor = FLOORS["torch"], FLOORS["transformers"]
+    assert done.stderr.splitlines()[-1].startswith(
+        f"{error}trl needs torch {floor[0]} or newer, but 2.8.0 is installed. "
+        f"Run: pip install 'torch>={floor[0]}'; trl needs transformers {floor[1]} or newer, but 5.1"
+    )
+
+
+def test_without_an_installation_nothing_is_known_of_floors(installed, monkeypatch):
+    monkeypatch.setattr(sys, "path", [])
+    assert floors() == {} and too_old("torch") is None
+
+
+def test_pythons_that_are_named_are_those_that_run_the_tests():
+    named = re.findall(r"Python :: (3\.\d+)", "\n".join(PROJECT["classifiers"]))
+    workflow = (ROOT / ".github" / "workflows" / "tests.yml").read_text()
+    assert re.findall(r'"(3\.\d+)"', re.search(r"python: \[(.*)\]", workflow)[1]) == named
+    assert PROJECT["requires-python"] == f">={named[0]}"
+    readme = (ROOT / "README.md").read_text()
+    assert f"Python {named[0]} to {named[-1]}" in readme
+    assert f"torch {FLOORS['torch']} to" in readme
 
 
 def test_versions_of_what_is_not_installed():

@@ -5,7 +5,8 @@ import importlib.util
 import re
 import sys
 from collections.abc import Callable, Iterable
-from importlib.metadata import PackageNotFoundError, version
+from functools import cache
+from importlib.metadata import PackageNotFoundError, requires, version
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -24,8 +25,9 @@ EXTRAS = {
     "weave": "weave",
 }
 
+CORE = ("accelerate", "datasets", "torch", "transformers")
 # Oldest and newest version that the tests run with. Trainers override private methods of it.
-TESTED = {"transformers": ("5.18", "5.23")}
+TESTED = {"transformers": ("5.17", "5.23")}
 
 
 def is_available(module: str) -> bool:
@@ -43,16 +45,52 @@ def version_of(package: str, otherwise: str = "unknown") -> str:
 
 def require(module: str, feature: str) -> ModuleType:
     """Import a module of one of `EXTRAS` that a feature needs; errors name the extra to install."""
+    package = module.partition(".")[0]
+    if problem := too_old(package):
+        raise ImportError(f"{feature}: {problem}")
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        package = module.partition(".")[0]
         if error.name != package:
             raise
         raise ImportError(
             f"{feature} needs the package `{package}`, which is not installed. "
             f"Run: pip install 'trl[{EXTRAS[package]}]'"
         ) from error
+
+
+@cache
+def floors() -> dict[str, str]:
+    """The oldest supported version of each package that has one, as pyproject.toml states them.
+
+    Empty where trl runs from a folder without being installed.
+    """
+    try:
+        lines = requires("trl") or []
+    except PackageNotFoundError:
+        return {}
+    pairs = (re.match(r"([\w-]+)\s*>=\s*([\d.]+)", line) for line in lines)
+    return {pair[1].replace("-", "_"): pair[2] for pair in pairs if pair is not None}
+
+
+@cache
+def too_old(package: str) -> str | None:
+    """Say that a package is installed in a version below its floor; None if it is not."""
+    floor, name = floors().get(package, ""), package.replace("_", "-")
+    installed = version_of(name, "")
+    if not floor or not installed or _release(installed) >= _release(floor):
+        return None
+    return (
+        f"trl needs {name} {floor} or newer, but {installed} is installed. "
+        f"Run: pip install '{name}>={floor}'"
+    )
+
+
+def check_versions() -> None:
+    """Raise an ImportError that names what trl always needs and is installed below its floor."""
+    problems = filter(None, map(too_old, CORE))
+    if problem := "; ".join(problems):
+        raise ImportError(problem)
 
 
 def beyond_tested(package: str) -> str | None:
@@ -65,6 +103,11 @@ def beyond_tested(package: str) -> str | None:
         f"({oldest} to {newest}). If training fails or behaves oddly, run: "
         f"pip install '{package}=={newest}.*'"
     )
+
+
+def _release(version: str) -> list[int]:
+    """All numbers of a release, such as [2, 11, 0] of 2.11.0+cpu."""
+    return [int(number) for number in re.findall(r"\d+", version.partition("+")[0])]
 
 
 def first_numbers(version: str) -> list[int]:

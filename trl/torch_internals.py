@@ -1,4 +1,4 @@
-"""What torch offers under private names alone; seen in torch 2.8 to 2.15.
+"""What torch offers under private names alone; seen in torch 2.11 to 2.15.
 
 CONTRIBUTING.md lists why each is needed. Imports torch and the standard library.
 """

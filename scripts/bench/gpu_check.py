@@ -11,11 +11,13 @@ import argparse
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -25,7 +27,7 @@ from typing import Any
 from runs import RESULTS, ROOT, Store
 
 HERE = Path(__file__).parent
-NEEDED = {"torch": (2, 11), "transformers": (5, 17), "accelerate": (1, 15), "datasets": (4, 7)}
+NEEDED = ("torch", "transformers", "accelerate", "datasets")  # at least as pyproject.toml says
 USED = (
     "pytest",
     "peft",
@@ -133,15 +135,27 @@ def run(part: Part, seconds: float, store: Store, site: list[str]) -> dict[str, 
 def missing() -> list[str]:
     """What is not installed or too old, and what is left out for want of a package."""
     found = []
-    for name, least in NEEDED.items():
+    for name, floor in floors().items():
         try:
-            have = tuple(int(x) for x in version(name).split("+")[0].split(".")[:2])
+            have = release(version(name))
         except PackageNotFoundError:
             found.append(f"{name} is not installed; make gpu-wheels, then SITE=.gpu-site")
             continue
-        if have < least:
-            found.append(f"{name} {version(name)} is older than {'.'.join(map(str, least))}")
+        if have < release(floor):
+            found.append(f"{name} {version(name)} is older than {floor}")
     return found
+
+
+def release(text: str) -> list[int]:
+    """The numbers of a version, such as [2, 11, 0] of 2.11.0+cu128."""
+    return [int(number) for number in re.findall(r"\d+", text.partition("+")[0])]
+
+
+def floors() -> dict[str, str]:
+    """The oldest supported version of what is needed, from pyproject.toml."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    pairs = [line.split(">=") for line in project["dependencies"] if ">=" in line]
+    return {name: floor for name, floor in pairs if name in NEEDED}
 
 
 def describe(found: dict[str, Any]) -> str:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from itertools import pairwise
 
 import pytest
@@ -40,6 +41,22 @@ def test_the_first_minutes_on_a_gpu_run_on_a_cpu(tmp_path):
     assert coarse["ok"] is True
     assert results["head"]["figures"], "a benchmark adds its own rows"
     assert "## First minutes" in (tmp_path / "gpu.md").read_text()
+
+
+def test_what_the_check_needs_is_what_the_project_needs(load, monkeypatch):
+    check = load("gpu_check")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert {f"{name}>={floor}" for name, floor in check.floors().items()} <= {
+        *project["dependencies"]
+    }
+    assert [*sorted(check.floors())] == sorted(check.NEEDED)
+    # The machine that the check was made for.
+    have = {"torch": "2.11.0+cu128", "transformers": "5.17.0", "accelerate": "1.15.0"}
+    have["datasets"] = "5.2.0"
+    monkeypatch.setattr(check, "version", have.get)
+    assert check.missing() == []
+    have["torch"] = "2.10.1+cu128"
+    assert check.missing() == ["torch 2.10.1+cu128 is older than 2.11"]
 
 
 def test_a_reward_rises_in_the_check(load):

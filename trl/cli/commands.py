@@ -7,6 +7,7 @@ from importlib import import_module
 from pydoc import locate
 from typing import Any
 
+from ..imports import check_versions
 from ..text import did_you_mean
 from .options import class_from_source, option_actions, short_help
 from .parser import TrlParser, as_words, launch_option_names, required
@@ -115,8 +116,9 @@ class TrainingCommand(Command):
             print(self.help(parser))
         else:
             try:
+                check_versions()
                 mistakes = self.mistakes(parser, words)
-            except (ValueError, OSError) as error:  # of the configuration file
+            except (ImportError, ValueError, OSError) as error:  # of versions, or the file
                 parser.error(" ".join(str(error).split()))
             if mistakes:
                 parser.error(f"{' '.join(mistakes)} `trl {self.name} --help` has an example.")

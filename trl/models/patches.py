@@ -1,6 +1,6 @@
 """Every change that this package makes inside the code and models of transformers and accelerate.
 
-Each is here because there is no public way to the same; seen in transformers 5.18 to 5.23 and
+Each is here because there is no public way to the same; seen in transformers 5.17 to 5.23 and
 accelerate 1.12 to 1.15. CONTRIBUTING.md lists the private names.
 """
 
