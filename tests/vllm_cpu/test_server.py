@@ -1,5 +1,6 @@
 """Weights and requests that go to a real server, and what it says when something is wrong."""
 
+import threading
 import time
 
 import pytest
@@ -19,7 +20,8 @@ from vllm_rows import (
 )
 from vllm_server import connected_pool, server_backend, shared_server
 
-from trl.generation.vllm.server.backend import ServerPool
+from trl.generation.base import Sampling
+from trl.generation.vllm.server.backend import MOST_REQUESTS, ServerPool
 from trl.generation.vllm.server.client import ServerError, VLLMClient
 from trl.generation.vllm.server.secret import WEIGHTS
 from trl.generation.vllm.weight_proof import WeightSyncError
@@ -93,6 +95,31 @@ def test_one_request_for_each_prompt_and_no_more_tokens_than_there_is_room_for(m
 
 
 # --- Weights ---
+
+
+def test_many_prompts_are_asked_by_few_threads_and_answered_as_alone():
+    model = policy_model()
+    found = server_backend(model)
+    many = Prompts(messages=["x"] * 600, token_ids=[[place % 50 + 2] for place in range(600)])
+    most, ask = [], VLLMClient.ask
+
+    def counted(*args, **options):
+        most.append(threading.active_count())
+        return ask(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(VLLMClient, "ask", counted)
+        before = threading.active_count()
+        rows = found.generate(many, greedy_of(600), 1)
+    assert len(most) >= 600 and max(most) <= before + MOST_REQUESTS
+    expected = [
+        int(model(torch.tensor([ids])).logits[0, -1].argmax()) for ids in many.token_ids[:50]
+    ]
+    assert [ids[0] for ids in rows.completion_ids] == expected * 12
+
+
+def greedy_of(rows):
+    return Sampling(max_tokens=1, seeds=tuple(range(rows)), extra={"do_sample": False})
 
 
 def test_text_changes_after_a_step_and_log_probabilities_follow():

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 from shared_vllm import model_policy
-from stub_server import HEALTHY, routes, stub_server, workers
+from stub_server import HEALTHY, completed, routes, stub_server, workers
 from torch import nn
 
 from trl.generation.base import Sampling
@@ -131,6 +131,51 @@ def test_a_refused_request_ends_the_others():
         words = "While generating, with 0 of 2 prompts answered: .*status 400: too long"
         with pytest.raises(ServerError, match=words):
             found.complete([Request([1], 1, 0)] * 2, Sampling(max_tokens=1))
+
+
+@pytest.mark.parametrize("count", [300])
+def test_threads_do_not_grow_with_prompts(monkeypatch, count):
+    """Those of the client and those that the server starts, one for each request under way."""
+    monkeypatch.setattr(server_backend, "MOST_REQUESTS", 8)
+    seen, held = [], []
+
+    def slow(body):
+        time.sleep(0.001)
+        seen.append(threading.active_count())
+        return completed(body)
+
+    before = threading.active_count()
+    with stub_server(routes(trl_held=held) | {"/v1/completions": [(200, slow)]}) as stub:
+        found = ServerPool([Server(stub.url, 30.0)])
+        held[:] = [found.run, 0]
+        requests = [Request([place], 1, place) for place in range(count)]
+        rows = found.complete(requests, Sampling(max_tokens=1))
+    assert rows.completion_ids == [[place] for place in range(count)]
+    # A thread of the server ends a moment after its answer, and one serves while another ends.
+    assert max(seen) <= before + 1 + 3 * 8
+
+
+def test_busy_servers_are_asked_again_by_the_same_threads(monkeypatch):
+    monkeypatch.setattr(server_backend, "MOST_REQUESTS", 2)
+    held = []
+    answers = [(503, "busy")] * 5 + [(200, completed)]
+    with stub_server(routes(trl_held=held) | {"/v1/completions": answers}) as stub:
+        found = ServerPool([Server(stub.url, 30.0)])
+        held[:] = [found.run, 0]
+        requests = [Request([place], 1, place) for place in range(6)]
+        rows = found.complete(requests, Sampling(max_tokens=1))
+        assert rows.completion_ids == [[place] for place in range(6)]
+        assert [path for path, _ in stub.seen].count("/v1/completions") == 6 + 5
+
+
+def test_after_a_failure_nothing_more_is_asked(monkeypatch):
+    monkeypatch.setattr(server_backend, "MOST_REQUESTS", 2)
+    with stub_server(routes() | {"/v1/completions": [(400, "too long")]}) as stub:
+        found = ServerPool([Server(stub.url, 5.0)])
+        with pytest.raises(ServerError, match="answered: .*status 400: too long"):
+            found.complete([Request([1], 1, 0)] * 50, Sampling(max_tokens=1))
+        time.sleep(0.3)
+        assert [path for path, _ in stub.seen].count("/v1/completions") <= 4
 
 
 # --- The backend ---

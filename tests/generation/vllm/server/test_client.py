@@ -5,6 +5,7 @@ import math
 import re
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from trl.generation.vllm.server.client import (
     VLLMClient,
     gpu_id,
     in_background,
+    in_threads,
     looks,
     refusals,
     shape_of,
@@ -247,3 +249,55 @@ def test_errors_of_the_background_are_kept():
     assert in_background(lambda: 3).result(60) == 3
     with pytest.raises(ZeroDivisionError):
         in_background(lambda: 1 // 0).result(60)
+
+
+def test_works_wait_for_one_of_few_threads():
+    at_once, most, names = threading.Semaphore(3), [], set()
+
+    def work(place):
+        assert at_once.acquire(blocking=False), "a fourth one runs"
+        names.add(threading.current_thread().name)
+        time.sleep(0.001)
+        at_once.release()
+        most.append(place)
+        return place
+
+    futures = in_threads([partial(work, place) for place in range(30)], 3)
+    assert [future.result(60) for future in futures] == list(range(30))
+    assert len(names) == 3 and len(most) == 30
+    assert in_threads([], 3) == []
+
+
+def test_works_behind_one_that_failed_are_not_begun():
+    begun = []
+
+    def work(place):
+        begun.append(place)
+        return 1 / (2 - place)
+
+    futures = in_threads([partial(work, place) for place in range(9)], 1)
+    with pytest.raises(ZeroDivisionError):
+        futures[2].result(60)
+    assert [future.result(60) for future in futures[:2]] == [0.5, 1.0]
+    time.sleep(0.05)
+    assert begun == [0, 1, 2] and not futures[3].done()
+
+
+@pytest.mark.parametrize("allowed", [0, 2])
+def test_fewer_threads_than_wanted_do_all(monkeypatch, allowed):
+    """What a container with a limit of processes does to the next thread."""
+    start, started = threading.Thread.start, []
+
+    def limited(thread):
+        if len(started) == allowed:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    if not allowed:
+        with pytest.raises(RuntimeError, match="can't start"):
+            in_threads([int] * 9, 5)
+        return
+    assert [future.result(60) for future in in_threads([int] * 9, 5)] == [0] * 9
+    assert len(started) == 2

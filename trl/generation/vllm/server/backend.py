@@ -1,7 +1,6 @@
 """Generation by vLLM servers: rank 0 sends weights to all, and deals out all ranks' requests."""
 
 import math
-import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
@@ -19,14 +18,14 @@ from ...base import Generations, PolicyHandle, Sampling
 from ..backend import VLLMBackend
 from ..sampling import Request, completion_body, read_answers
 from ..weight_proof import WeightSyncError
-from .client import HOW, ServerError, ServerFacts, VLLMClient, in_background, refusals
+from .client import HOW, ServerError, ServerFacts, VLLMClient, in_background, in_threads, refusals
 from .secret import WEIGHTS
 from .weight_stream import TransferError, WeightGroup, batches
 
 logger = logging.get_logger(__name__)
 
 LAST_WORDS_SECONDS = 1.0  # seconds in which a server may say why it received no more
-MOST_REQUESTS = 256  # requests that are under way; a server queues them itself
+MOST_REQUESTS = 256  # under way at once, each in a thread; the others wait for one of these
 
 
 class Server(VLLMClient):
@@ -145,15 +144,14 @@ class ServerPool:
 
     def complete(self, requests: Sequence[Request], sampling: Sampling) -> Generations:
         """Complete prompts, dealt out to the servers in turn."""
-        turn = threading.BoundedSemaphore(MOST_REQUESTS)
 
         def ask(server: Server, request: Request) -> Any:
             body = completion_body(request, sampling, self.context)
-            with turn:
-                return server.ask_again("POST", "/v1/completions", body, math.inf)
+            return server.ask_again("POST", "/v1/completions", body, math.inf)
 
         pairs = zip(cycle(self.servers), requests, strict=False)
-        calls = [in_background(partial(ask, server, request)) for server, request in pairs]
+        works = [partial(ask, server, request) for server, request in pairs]
+        calls = in_threads(works, MOST_REQUESTS)
         try:
             self._wait_for(calls)
             for server in self.servers:

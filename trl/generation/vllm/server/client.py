@@ -6,7 +6,8 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -246,13 +247,35 @@ def looks(seconds: float, pause: float, longest: float | None = None) -> Iterato
 
 def in_background(work: Callable[[], Any]) -> Future[Any]:
     """Do something in a thread that the end of the process does not wait for."""
-    future: Future[Any] = Future()
+    return in_threads([work], 1)[0]
+
+
+def in_threads(works: Sequence[Callable[[], Any]], most: int) -> list[Future[Any]]:
+    """Do the same with many works, in order, in at most so many threads.
+
+    Once one has failed, those that have not begun are left out, and their futures never end. Where
+    a limit of the machine allows fewer threads, those that could be started do all.
+    """
+    futures: list[Future[Any]] = [Future() for _ in works]
+    waiting = deque(zip(works, futures, strict=True))
 
     def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
+        with suppress(IndexError):  # of the empty queue
+            while True:
+                work, future = waiting.popleft()
+                try:
+                    result = work()
+                except BaseException as error:
+                    waiting.clear()
+                    future.set_exception(error)
+                else:
+                    future.set_result(result)
 
-    threading.Thread(target=run, daemon=True).start()
-    return future
+    for started in range(min(most, len(works))):
+        try:
+            threading.Thread(target=run, daemon=True).start()
+        except RuntimeError:  # no more threads can be started
+            if not started:
+                raise
+            break
+    return futures
