@@ -42,6 +42,9 @@ def test_batch_plan():
         ({"use_vllm": True}, True, True),
         ({"use_transformers_continuous_batching": True}, True, True),
         ({"reuse_sampling_logps": False}, True, True),
+        ({"bf16": True}, True, True),
+        ({"bf16": True, "reuse_sampling_logps": True}, True, False),
+        ({"bf16": True}, False, False),
         ({"use_vllm": True, "beta": 0.0}, True, False),
         ({"use_vllm": True}, False, False),
         ({"num_iterations": 2}, False, True),
@@ -51,7 +54,8 @@ def test_the_policy_is_scored_where_its_log_probabilities_are_not_known(
     monkeypatch, changes, in_reward, expected
 ):
     monkeypatch.setattr(OnlineConfig, "kl_in_reward", in_reward)
-    assert make(**({"num_generations": 4, "beta": 0.1} | changes)).scores_policy is expected
+    common = {"num_generations": 4, "beta": 0.1, "bf16": False}
+    assert make(**(common | changes)).scores_policy is expected
 
 
 def test_group_sizes():

@@ -197,6 +197,27 @@ def test_the_kl_penalty_reuses_log_probabilities_of_generation(tmp_path, changes
     assert kls[0] == pytest.approx(kls[1], abs=1e-6) and abs(kls[0]) > 1e-3
 
 
+@pytest.mark.parametrize("weights_in_half", [False, True])
+def test_in_half_precision_both_policies_are_scored_alike(tmp_path, weights_in_half):
+    """The penalty is exactly 0 before the first update, where reusing would show its rounding."""
+    found = []
+    for reuses in (None, True):
+        model = tiny_model(initializer_range=0.2)
+        trainer = make_trainer(
+            tmp_path / str(reuses),
+            model=model.bfloat16() if weights_in_half else model,
+            bf16=not weights_in_half,
+            reuse_sampling_logps=reuses,
+            **(KL | {"temperature": 1.0, "top_k": None, "repetition_penalty": 1.0}),
+        )
+        calls = Calls(trainer)
+        trainer.train()
+        assert len(calls.scoring) == (0 if reuses else 1)
+        found.append(trainer.state.log_history[0]["kl"])
+    assert found[0] == 0.0
+    assert 1e-6 < abs(found[1]) < 0.02
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -52,8 +52,10 @@ class OnlineConfig(GenerationOptions, ReferenceOptions, BaseConfig):
     skip_zero_advantages: bool = option(
         True, "Run no forward with gradient for completions whose gradient is exactly zero."
     )
-    reuse_sampling_logps: bool = option(
-        True, "Take the log-probabilities of the KL penalty from generation, if it was on-policy."
+    reuse_sampling_logps: bool | None = option(
+        None,
+        "Take the log-probabilities of the KL penalty from generation, if it was on-policy. None: "
+        "not in half precision, in which generation and scoring round differently.",
     )
     max_prompt_length: int | None = option(
         None, "Maximum length of a prompt in tokens. None: what the model can see.", ge=1
@@ -162,7 +164,10 @@ class OnlineConfig(GenerationOptions, ReferenceOptions, BaseConfig):
     def scores_policy(self) -> bool:
         """Whether the policy is scored without gradient: off-policy, or for a KL in the reward."""
         own_engine = not (self.use_vllm or self.use_transformers_continuous_batching)
-        is_known = own_engine and self.reuse_sampling_logps
+        reuses = self.reuse_sampling_logps
+        if reuses is None:  # what the model is loaded in is not known here
+            reuses = not (self.bf16 or self.fp16)
+        is_known = own_engine and reuses
         return not self.batch_plan.is_on_policy or (self.penalizes_rewards and not is_known)
 
     def _problems(self) -> dict[str, Any]:

@@ -162,7 +162,7 @@ class Scoring:
         # Both sides of a ratio are computed alike, or rounding would look like a policy that moved.
         on_policy, values = self.is_on_policy(batch.mode), self.values(self.policy.model)
         needs_others = values is not None or self.with_entropies
-        reuses = self.args.reuse_sampling_logps and not needs_others
+        reuses = self._reuses_sampling_logps() and not needs_others
         if batch.sampled_by_policy and reuses and on_policy:
             return batch.replace(old_logps=batch.sampling_logps)
         # The filters of the engine, if what it reported is to be compared with the policy.
@@ -177,6 +177,16 @@ class Scoring:
             values=scores.values,
             entropies=scores.entropies,
         )
+
+    def _reuses_sampling_logps(self) -> bool:
+        """Whether log-probabilities of generation may serve for the KL penalty.
+
+        In half precision they differ from those of a pass over the same tokens. The tokens were
+        drawn from the former, which thus are higher on average: a penalty on long completions.
+        """
+        if self.args.reuse_sampling_logps is None:
+            return self.policy.dtype in (torch.float32, torch.float64)
+        return self.args.reuse_sampling_logps
 
     def _frozen_scores(
         self,
