@@ -26,7 +26,9 @@ Run = Callable[[Tensor], Tensor]
 logger = logging.get_logger(__name__)
 
 PROBES = [[1, 2, 3, 4], [1, 2, 5, 6]]  # ids that begin alike
-LARGEST_CHANGE = 0.05  # of the norm of logits; rounding is far below
+# Of the norm of logits, in single and in half precision; rounding is far below.
+LARGEST_CHANGE = 5e-3
+LARGEST_CHANGE_IN_HALF_PRECISION = 0.05
 # Rounding errors of the largest logit; four are 3 % in bfloat16.
 ROUNDINGS = 64
 ROUNDINGS_IN_HALF_PRECISION = 4
@@ -225,6 +227,41 @@ class NotCausalError(ValueError):
     """Tokens of a model see those that follow them, which they are to predict."""
 
 
+def refuse_encoder(model: nn.Module) -> None:
+    """Raise a `NotCausalError` if none of the attention of a model is causal, as in BERT.
+
+    Where no layer says that it is, the logits of a few tokens decide. Models whose weights are
+    sharded already are left to the same check before their first step.
+    """
+    causal = causal_model(model)
+    if any(getattr(module, "is_causal", False) for module in causal.modules()):
+        return
+    if is_sharded(model):
+        return
+    try:
+        ids = torch.tensor(PROBES, device=next(causal.parameters()).device)
+        with evaluating(model), torch.no_grad():
+            _check_causal(causal, causal(input_ids=ids, use_cache=False).logits)
+    except NotCausalError:
+        raise
+    except Exception:  # whatever a model that nobody has seen before may raise
+        return
+
+
+def _check_causal(causal: nn.Module, logits: Tensor) -> None:
+    """Compare the logits (2, T, V) of `PROBES` where nothing in front of them differs."""
+    is_half = torch.finfo(logits.dtype).bits <= 16
+    bound = LARGEST_CHANGE_IN_HALF_PRECISION if is_half else LARGEST_CHANGE
+    one, other = logits[:, 1].float()
+    if (one - other).norm() > bound * one.norm():
+        raise NotCausalError(
+            f"{type(causal).__name__} is not causal: what follows a token changes the logits at "
+            "that token, so it would see what it is to predict. Encoders cannot be trained here; "
+            "use a model that continues text. If this one can be a decoder, as BERT can, load it "
+            "with is_decoder=True in its configuration."
+        )
+
+
 @dataclass
 class HeadFinder:
     """Finds out what a model does to its logits, by trying what its configuration suggests."""
@@ -297,12 +334,7 @@ def _sample(model: nn.Module, module: nn.Module) -> tuple[Tensor, Tensor]:
         with torch.autocast(device.type, enabled=False), capture_hidden(causal) as capture:
             # The class's own forward: an instance may be wrapped to autocast.
             logits = type(causal).forward(causal, **inputs, use_cache=False).logits
-        one, other = logits[:, 1].float()
-        if (one - other).norm() > LARGEST_CHANGE * one.norm():
-            raise NotCausalError(
-                f"{type(causal).__name__} is not causal: what follows a token changes the logits "
-                "at that token, so they are not those of writing one token after another."
-            )
+        _check_causal(causal, logits)
         if capture.hidden is None:
             raise RuntimeError("its decoder returned no hidden states")
         return logits, capture.hidden

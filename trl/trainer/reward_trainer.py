@@ -78,7 +78,8 @@ class RewardTrainer(OfflineTrainer):
         else:  # a classifier that reads all tokens of a prompt with its answer
             pad_id, args = self.processing_class.pad_token_id, self.args
             layout = plain_layout(flat, pad_id, args.device, args.pad_to_multiple_of)
-            inputs = {name: layout.inputs[name] for name in ("input_ids", "attention_mask")}
+            names = ("input_ids", "attention_mask")  # of which the mask is missing without padding
+            inputs = {name: layout.inputs[name] for name in names if name in layout.inputs}
             scores = model(**inputs).logits[:, 0].float()
         self.guard.watch("score", scores, flat)
         return scores

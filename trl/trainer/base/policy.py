@@ -15,7 +15,7 @@ from transformers.utils import logging
 from ...data.formats import refuse_media_columns
 from ...imports import beyond_tested
 from ...models import loading
-from ...models.lm_head import cast_head_to_float32
+from ...models.lm_head import cast_head_to_float32, refuse_encoder
 from ...models.patches import attention_implementation
 from ...models.unwrap import is_peft_model
 from ...models.weights import keep_trainable
@@ -137,6 +137,8 @@ def _check_model(model: PreTrainedModel, args: BaseConfig) -> None:
             f"{kind} is an encoder-decoder. Only models that continue their prompt "
             "can be trained here, such as those of AutoModelForCausalLM."
         )
+    if head is not None:
+        refuse_encoder(model)
     # Eager attention softmaxes in float32, where the mask value of float64 becomes -inf.
     if model.dtype == torch.float64 and attention_implementation(model.config) == "eager":
         raise ValueError("Eager attention in float64 gives NaN: use attn_implementation='sdpa'.")
