@@ -4,9 +4,15 @@ import json
 
 import datasets
 import pytest
+import yaml
 from datasets import Dataset, DatasetDict, IterableDatasetDict
+from tiny import tiny_tokenizer
+from workspace import ROOT
 
 from trl.cli.mixture import DatasetConfig, DatasetMixtureConfig, get_dataset
+from trl.data.encode import TextEncoder
+from trl.data.prepare import prepare_supervised
+from trl.data.supervised import SupervisedOptions
 
 
 @pytest.fixture(autouse=True)
@@ -143,6 +149,54 @@ def test_local_files_and_saved_datasets_are_paths(tmp_path, streaming):
     assert [row["text"] for row in found["train"]] == ["one", "two", "four", "three"]
     with pytest.raises(ValueError, match=r"datasets: split 'test': .*a.txt has the splits train"):
         get_dataset(DatasetMixtureConfig([entries[0] | {"split": "test"}]))
+
+
+INSTRUCTIONS = [
+    {"instruction": "Add.", "input": "1+2", "output": "3"},
+    {"instruction": "Say {hi}.", "input": "", "output": " hi\n"},
+    {"instruction": "Stop.", "input": None, "output": "."},
+]
+QUESTION = "{instruction}\n\n{input}"
+
+
+def turn(role, content):
+    return {"role": role, "content": content}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_new_columns_are_made_of_others(tmp_path, streaming):
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(map(json.dumps, INSTRUCTIONS)))
+    texts = {"prompt": QUESTION, "completion": "{output}"}
+    messages = [turn("user", QUESTION), turn("assistant", "{output}")]
+    questions, answers = ["Add.\n\n1+2", "Say {hi}.", "Stop."], ["3", "hi", "."]
+    for columns in (texts, {"messages": messages}):
+        one = {"path": str(path), "columns": columns}
+        rows = list(get_dataset(DatasetMixtureConfig([one], streaming=streaming))["train"])
+        pairs = zip(questions, answers, strict=True)
+        if columns is texts:
+            expected = [{"prompt": q, "completion": a} for q, a in pairs]
+        else:
+            expected = [{"messages": [turn("user", q), turn("assistant", a)]} for q, a in pairs]
+        assert rows == expected
+
+
+def test_the_recipe_for_instructions_gives_conversations(tmp_path):
+    config = yaml.safe_load((ROOT / "examples/cli_configs/sft_instructions.yaml").read_text())
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, INSTRUCTIONS)))
+    one = config["datasets"][0] | {"path": str(tmp_path / "a.jsonl")}
+    data = get_dataset(DatasetMixtureConfig([one]))["train"]
+    encoder = TextEncoder(tiny_tokenizer())
+    ids = prepare_supervised(data, encoder, SupervisedOptions())["input_ids"]
+    assert encoder.tokenizer.decode(ids[0]) == "<user>Add.\n\n1+2<end><assistant>3<end>"
+
+
+@pytest.mark.parametrize("template", ["{instructions}", "{}", "{instruction"])
+def test_a_column_that_does_not_exist_is_named(tmp_path, template):
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, INSTRUCTIONS)))
+    one = {"path": str(tmp_path / "a.jsonl"), "columns": {"text": template}}
+    with pytest.raises(ValueError, match="the dataset has instruction, input, output"):
+        get_dataset(DatasetMixtureConfig([one]))
 
 
 @pytest.mark.parametrize("by_name", [False, True])

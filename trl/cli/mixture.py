@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,9 @@ class DatasetConfig:
     data_dir: str | None = None
     data_files: str | list[str] | dict[str, str] | None = None
     split: str = "train"
-    columns: list[str] | None = None  # that are kept; None: all
+    # Columns that are kept, or new ones alone: a text, or messages, with names of columns in
+    # braces, such as {"prompt": "{instruction}", "completion": "{output}"}. None: all.
+    columns: list[str] | dict[str, Any] | None = None
     fraction: float | None = None  # its share of the mixture
     limit: int | None = None  # most rows that are taken, the first ones
     # How often an epoch has each row: 0.5 has half of them, at random, the same in every run.
@@ -161,8 +164,42 @@ def _load(entry: DatasetConfig, streaming: bool) -> Any:
             dataset = load_dataset(**options, streaming=streaming)
     if entry.limit is not None:
         dataset = dataset.take(entry.limit)
-    dataset = dataset if entry.columns is None else dataset.select_columns(entry.columns)
+    if isinstance(entry.columns, dict):
+        dataset = _with_new_columns(dataset, entry.columns)
+    elif entry.columns is not None:
+        dataset = dataset.select_columns(entry.columns)
     return _with_plain_strings(dataset)
+
+
+def _with_new_columns(dataset: Any, templates: dict[str, Any]) -> Any:
+    """Rows with new columns alone, made of the others."""
+    names = dataset.column_names or [*next(iter(dataset), ())]
+    try:
+        fill_columns(dict.fromkeys(names, ""), templates)
+    except (KeyError, IndexError, ValueError) as error:
+        raise ValueError(
+            f"datasets: columns={templates!r:.200}: {error} is no column; the dataset has "
+            f"{', '.join(names)}. Write {{{{ and }}}} for braces."
+        ) from None
+    fill = partial(fill_columns, templates=templates)
+    return dataset.map(fill, remove_columns=[name for name in names if name not in templates])
+
+
+def fill_columns(row: dict[str, Any], templates: dict[str, Any]) -> dict[str, Any]:
+    """Fill the columns of a row, a missing value as nothing, into texts, also those of messages.
+
+    White space around a filled text is cut off.
+    """
+    values = {name: "" if value is None else value for name, value in row.items()}
+
+    def fill(template: Any) -> Any:
+        if isinstance(template, str):
+            return template.format_map(values).strip()
+        if isinstance(template, dict):
+            return {name: fill(value) for name, value in template.items()}
+        return [fill(value) for value in template] if isinstance(template, list) else template
+
+    return {name: fill(template) for name, template in templates.items()}
 
 
 def _with_plain_strings(dataset: Any) -> Any:

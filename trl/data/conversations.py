@@ -1,7 +1,7 @@
 """Prompts and answers in one form: both text or both messages, with the prompt standing once."""
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from transformers.utils import logging
@@ -13,6 +13,8 @@ logger = logging.get_logger(__name__)
 
 Chat = list[Row]
 ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
+QUESTIONS = ("instruction", "input", "question", "query")
+ANSWERS = ("output", "response", "answer")
 # Characters of a prompt that an answer hardly repeats by chance.
 NOTICEABLE = 10
 
@@ -158,6 +160,22 @@ def _check_beginning(prompt: Chat, chat: Chat, repeated: int, column: str) -> No
             f"unclear whether it belongs to the prompt. Let {column!r} begin with the answer to "
             "'prompt'."
         )
+
+
+def advice_on_instructions(columns: Iterable[str]) -> str:
+    """What to do about columns such as those of Alpaca, for the end of a message; or nothing."""
+    names = set(columns)
+    questions = [name for name in QUESTIONS if name in names]
+    answers = [name for name in ANSWERS if name in names]
+    if not questions or not answers:
+        return ""
+    texts = " ".join(f"{{{name}}}" for name in questions)
+    return (
+        f" Make them of {', '.join(map(repr, [*questions, *answers]))}: in a configuration file by "
+        f'`columns: {{prompt: "{texts}", completion: "{{{answers[0]}}}"}}` of an entry of '
+        "`datasets`, in Python by formatting_func or dataset.map; see 'Instructions, inputs and "
+        "outputs' in docs/dataset_formats.md."
+    )
 
 
 def warn_of_repeated_prompt(example: Mapping[str, Any], columns: Sequence[str]) -> None:

@@ -11,7 +11,13 @@ from typing import Any, Literal, Self
 import numpy as np
 
 from ..ops.masking import common_prefix_length
-from .conversations import Chat, align_answers, as_messages, check_roles
+from .conversations import (
+    Chat,
+    advice_on_instructions,
+    align_answers,
+    as_messages,
+    check_roles,
+)
 from .encode import Ids, Marked, Masked, Options, Span, TextEncoder, template_options, whole_texts
 from .formats import Row
 from .rows import IGNORED
@@ -101,7 +107,7 @@ class SupervisedOptions:
         raise ValueError(
             f"The examples have the columns {sorted(example)}. Supervised fine-tuning takes "
             f"{self.dataset_text_field!r} (dataset_text_field), 'messages', 'conversations', "
-            "'prompt' with 'completion', or 'input_ids'."
+            f"'prompt' with 'completion', or 'input_ids'.{advice_on_instructions(example)}"
         )
 
 
