@@ -134,6 +134,18 @@ OPTIONS = [
     ("RLOO", {"parallelism_config": ParallelismConfig(cp_size=2)}, "cp_size=2 (or sp_size): context parallelism is for trainers that learn from the"),
     ("GRPO", {"parallelism_config": ParallelismConfig(sp_backend="deepspeed", sp_size=2)}, "cp_size=2 (or sp_size): context parallelism is for trainers that learn from the"),
     ("Model", {"load_in_4bit": True, "load_in_8bit": True}, "load_in_8bit and load_in_4bit exclude each other; choose one."),
+    # The best model.
+    ("SFT", {"load_best_model_at_end": True}, "load_best_model_at_end=True needs evaluations: set eval_strategy='steps', and give an eval_dataset (--dataset_test_split)."),
+    ("RLOO", {"load_best_model_at_end": True, "save_strategy": "epoch"}, "load_best_model_at_end=True needs evaluations: set eval_strategy='epoch', and give an eval_dataset"),
+    ("SFT", {"save_strategy": "best", "metric_for_best_model": "loss"}, "save_strategy='best' needs evaluations: set eval_strategy='steps', and give an eval_dataset"),
+    ("SFT", {"save_strategy": "best", "eval_strategy": "epoch"}, "save_strategy='best' needs the metric that decides: set metric_for_best_model='loss', or another one that evaluations log."),
+    ("DPO", {"load_best_model_at_end": True, "eval_strategy": "epoch"}, "load_best_model_at_end=True needs a checkpoint of each evaluated model, but save_strategy is 'steps': set save_strategy='epoch', or save_strategy='best'."),
+    ("DPO", {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "no"}, "but save_strategy is 'no': set save_strategy='steps', or save_strategy='best'."),
+    ("DPO", {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 30}, "save_steps=500 is not a multiple of the 30 steps between evaluations. Nearest legal: save_steps=480 or 510."),
+    # Options of earlier releases of transformers.
+    ("SFT", {"warmup_ratio": 3}, "warmup_ratio=3 must be below 1, as a share of all steps; a number of steps is given by warmup_steps."),
+    ("RLOO", {"warmup_ratio": 0.1, "warmup_steps": 3}, "RLOOConfig: both warmup_ratio and warmup_steps were given; use warmup_steps alone."),
+    ("GRPO", {"adafactor": True}, "GRPOConfig has no option 'adafactor' any more: use optim='adafactor'."),
     ("Model", {"lora_target_parameters": ["w"]}, "lora_target_parameters cannot be used with lora_dropout=0.05: dropout cannot act on the input of a parameter. Set lora_dropout=0."),
 ]
 
@@ -149,6 +161,12 @@ WARNED = [
         ("GRPO", {"loss_type": kind, "importance_sampling_level": "sequence"}, f"UserWarning: loss_type={kind!r} was published with importance_sampling_level='token', not 'sequence'.")
         for kind in ("vespo", "bnpo", "dr_grpo", "dapo", "cispo")
     ],
+    *[
+        (name, {"warmup_ratio": 0.1}, f"FutureWarning: {name}Config: warmup_ratio is now warmup_steps.")
+        for name in ("SFT", "DPO", "KTO", "Reward", "RLOO", "GRPO", "OnlineDPO", "PPO")
+    ],
+    ("SFT", {"overwrite_output_dir": True}, "FutureWarning: SFTConfig: overwrite_output_dir has no effect (a run always writes into output_dir; to continue one, use resume_from_checkpoint)."),
+    ("RLOO", {"evaluation_strategy": "no"}, "FutureWarning: RLOOConfig: evaluation_strategy is now eval_strategy."),
     ("RLOO", {"vllm_mode": "server"}, "UserWarning: vllm_mode: without use_vllm=True no vLLM engine generates, so they have no effect."),
 ]
 
@@ -303,6 +321,8 @@ RUNS = [
     ({"model_name_or_path": "no-tokenizer"}, "trl rloo: error: The model folder 'no-tokenizer' has no tokenizer: tokenizer.json is missing. Copy it and tokenizer_config.json from the model that it was trained from, or give that model's name (--tokenizer_name_or_path; in Python, a processing_class)."),
     ({"tokenizer_name_or_path": "tiny-modl"}, "trl rloo: error: The model 'tiny-modl': there is no such folder, and HF_HUB_OFFLINE=1 switches the hub off. Did you mean tiny-model?"),
     ({"model_name_or_path": "moved-adapter"}, "trl rloo: error: The adapter 'moved-adapter' was trained on a model that cannot be loaded. The model '/nowhere/model': there is no such folder. If it has moved, set base_model_name_or_path in moved-adapter/adapter_config.json to where it is now."),
+    ({"eval_strategy": "steps", "dataset_test_split": "train", "save_strategy": "best", "metric_for_best_model": "eval_rewrd"}, "trl rloo: error: --metric_for_best_model 'eval_rewrd' is not logged by evaluations. Did you mean eval_reward?"),
+    ({"load_best_model_at_end": "true"}, "trl rloo: error: --load_best_model_at_end true needs evaluations: set --eval_strategy 'steps', and give an eval_dataset (--dataset_test_split)."),
     ({"push_to_hub": "true"}, "trl rloo: error: --push_to_hub true cannot be used: HF_HUB_OFFLINE=1 switches the hub off. Leave push_to_hub out, or unset that variable; a finished run is uploaded by `hf upload REPOSITORY out`."),
     ({"reward_model_name_or_path": "tiny-modl"}, "trl rloo: error: reward_funcs: 'tiny-modl' is not a reward model: there is no such folder. Did you mean tiny-model?"),
     ({"reward_model_name_or_path": "tiny-model/model.safetensors"}, "trl rloo: error: The model 'tiny-model/model.safetensors' is a file; give the folder that it is in: 'tiny-model'."),

@@ -48,6 +48,7 @@ def run_training(parser: TrlParser, trainer_class: Callable[..., Any]) -> None:
         wanted = training.resume_from_checkpoint  # a path, or a word
         wanted = {"true": True, "false": None}.get(str(wanted).lower(), wanted)
         checkpoint = trainer.find_checkpoint(wanted)
+        trainer.check_settings()
     with one_line_errors(parser, trainer), trainer.run_lock:
         trainer.train(resume_from_checkpoint=checkpoint)
         trainer.save_model(training.output_dir)

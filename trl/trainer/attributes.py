@@ -4,7 +4,7 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, TypeVar
 
-from .base.options import Gone, ignored, refused
+from .base.options import EARLIER_ARGUMENTS, Gone, ignored, refused
 
 Trainer = TypeVar("Trainer", bound=type)
 
@@ -80,6 +80,7 @@ def _generation_config(use_vllm: bool, sampling: Any) -> Any:
 
 # Options and arguments of earlier releases, of trainers that generate.
 COMMON_OPTIONS: dict[str, str | Gone] = {
+    **EARLIER_ARGUMENTS,
     "vllm_sleep_enabled": "vllm_enable_sleep_mode",
     "vllm_guided_decoding_regex": "vllm_structured_outputs_regex",
     "wandb_log_unique_prompts": "log_unique_prompts",

@@ -12,6 +12,7 @@ from ..ops import preference_losses as objectives
 from ..ops.logit_statistics import Collision, LogitStatistic
 from ..ops.masking import masked_sum
 from ..types import TokenScores
+from .base.best_metric import EVERY_EVALUATION, SIDES, TOKENS
 from .dpo_config import DPOConfig
 from .model_card import Method
 from .offline.preference_trainer import PreferenceTrainer
@@ -34,6 +35,12 @@ class DPOTrainer(PreferenceTrainer):
 
     config_class = DPOConfig
     learner = Learner("DPO", ("pair",))
+    evaluation_metrics = (
+        EVERY_EVALUATION
+        | TOKENS
+        | SIDES
+        | {"rewards/accuracies", "rewards/margins", "rewards/ties"}
+    )
     method = Method("DPO", "dpo", arxiv="2305.18290")
 
     def before_step(self, batches: list[AnswerRows]) -> list[AnswerRows]:

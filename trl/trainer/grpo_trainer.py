@@ -18,6 +18,7 @@ from ..types import EnvironmentFactory as EnvironmentFactory
 from ..types import RewardFunc as RewardFunc
 from ..types import RewardTable, Rollout, TokenScores
 from ..types import RolloutFunc as RolloutFunc
+from .base.best_metric import CLIPPING, SAMPLING
 from .grpo_config import GRPOConfig
 from .model_card import Method
 from .online.online_trainer import OnlineTrainer
@@ -84,6 +85,12 @@ class GRPOTrainer(OnlineTrainer):
     """
 
     config_class = GRPOConfig
+    evaluation_metrics = (
+        OnlineTrainer.evaluation_metrics
+        | CLIPPING
+        | SAMPLING
+        | {"cispo_clip_ratio", "kl", "policy_loss", "vespo/phi_seq_mean"}
+    )
     method = Method("GRPO", "grpo", arxiv="2402.03300")
 
     def set_up(self) -> None:

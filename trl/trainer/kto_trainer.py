@@ -16,6 +16,7 @@ from ..online.metrics import record_entropy
 from ..ops.masking import masked_sum
 from ..ops.preference_losses import kto_loss
 from ..types import Mode, TokenScores
+from .base.best_metric import EVERY_EVALUATION, SIDES
 from .kto_config import KTOConfig
 from .model_card import Method
 from .offline.batches import ItemStream
@@ -56,6 +57,7 @@ class KTOTrainer(PreferenceTrainer):
     """
 
     config_class = KTOConfig
+    evaluation_metrics = EVERY_EVALUATION | SIDES | {"entropy", "kl", "rewards/margins"}
     rows_class: ClassVar[Any] = LabelledRows
     learner = Learner("KTO", ("labelled", "pair"))
     unpairs = True

@@ -10,10 +10,24 @@ from ..online.reward_sources import JudgeReward, PairwiseJudge
 from ..ops.masking import masked_sum, nan_mean
 from ..ops.preference_losses import PAIR_LOSSES, PairOptions, PairScores
 from ..types import RewardTable, Rollout, TokenScores
+from .base.best_metric import SAMPLING, SIDES
 from .base.options import ignored
 from .model_card import Method
 from .online.online_trainer import OnlineTrainer
 from .online_dpo_config import OnlineDPOConfig
+
+PAIRS = {
+    "beta",
+    "objective/entropy",
+    "objective/kl",
+    "objective/non_score_reward",
+    "objective/rlhf_reward",
+    "objective/scores",
+    "objective/scores_margin",
+    "rewards/accuracies",
+    "rewards/margins",
+    "val/contain_eos_token",
+}
 
 
 class OnlineDPOTrainer(OnlineTrainer):
@@ -31,6 +45,7 @@ class OnlineDPOTrainer(OnlineTrainer):
     """
 
     config_class = OnlineDPOConfig
+    evaluation_metrics = OnlineTrainer.evaluation_metrics | SIDES | SAMPLING | PAIRS
     skips_zero_advantages = False  # metrics are of all pairs
     legacy_options = {
         "reward_model": "reward_funcs",

@@ -15,9 +15,27 @@ from ..ops.masking import masked_sum, nan_mean
 from ..ops.policy_losses import clip_flags, log_ratio, sum_over
 from ..types import RewardTable, Rollout, TokenScores
 from .attributes import FIRST_ARGUMENTS
+from .base.best_metric import CLIPPING, SAMPLING
 from .model_card import Method
 from .online.online_trainer import OnlineTrainer
 from .ppo_config import PPOConfig
+
+VALUES = {
+    "loss/policy_avg",
+    "loss/value_avg",
+    "objective/entropy",
+    "objective/kl",
+    "objective/non_score_reward",
+    "objective/rlhf_reward",
+    "objective/scores",
+    "policy/approxkl_avg",
+    "policy/clipfrac_avg",
+    "policy/entropy_avg",
+    "val/clipfrac_avg",
+    "val/num_eos_tokens",
+    "val/ratio",
+    "val/ratio_var",
+}
 
 
 class PPOTrainer(OnlineTrainer):
@@ -38,6 +56,7 @@ class PPOTrainer(OnlineTrainer):
     """
 
     config_class = PPOConfig
+    evaluation_metrics = OnlineTrainer.evaluation_metrics | CLIPPING | SAMPLING | VALUES
     skips_zero_advantages = False  # the value loss is not a multiple of the advantage
     legacy_options = FIRST_ARGUMENTS | {"ref_policy": "ref_model"}
     method = Method("PPO", "ppo", arxiv="1909.08593")

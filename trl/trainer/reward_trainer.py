@@ -16,6 +16,7 @@ from ..models.value_model import ValueReader
 from ..ops.masking import masked_sum
 from ..ops.preference_losses import ranking_loss
 from ..types import Mode
+from .base.best_metric import EVERY_EVALUATION
 from .model_card import Method
 from .offline.batches import prepare_answers
 from .offline.offline_trainer import OfflineTrainer
@@ -36,6 +37,13 @@ class RewardTrainer(OfflineTrainer):
 
     config_class = RewardConfig
     learner = Learner("A reward model", ("pair", "ranked"))
+    evaluation_metrics = EVERY_EVALUATION | {
+        "accuracy",
+        "margin",
+        "max_reward",
+        "mean_reward",
+        "min_reward",
+    }
     method = Method("Reward", "reward-trainer", card="reward_model_card.md")
 
     def adapt(self, model: Any, tokenizer: PreTrainedTokenizerBase, args: RewardConfig) -> None:

@@ -9,6 +9,7 @@ from ..types import RewardFunc as RewardFunc
 from ..types import RewardTable, Rollout, TokenScores
 from ..types import RolloutFunc as RolloutFunc
 from .attributes import FIRST_ARGUMENTS
+from .base.best_metric import CLIPPING, SAMPLING
 from .base.options import ignored
 from .model_card import Method
 from .online.online_trainer import OnlineTrainer
@@ -31,6 +32,7 @@ class RLOOTrainer(OnlineTrainer):
     """
 
     config_class = RLOOConfig
+    evaluation_metrics = OnlineTrainer.evaluation_metrics | CLIPPING | SAMPLING | {"kl"}
     legacy_options = FIRST_ARGUMENTS | ignored("", "ref_policy")
     ratio_level = "sequence_sum"
     method = Method("RLOO", "rloo", arxiv="2402.14740")

@@ -17,6 +17,7 @@ from ..models.logit_metrics import LogitMetrics
 from ..online.metrics import record_accuracy, record_entropy
 from ..ops.masking import masked_sum
 from ..types import Mode, TokenScores
+from .base.best_metric import EVERY_EVALUATION, TOKENS
 from .model_card import Method
 from .offline.batches import ItemStream
 from .offline.offline_trainer import OfflineTrainer
@@ -39,6 +40,7 @@ class SFTTrainer(OfflineTrainer):
     """
 
     config_class = SFTConfig
+    evaluation_metrics = EVERY_EVALUATION | TOKENS | {"loss/*"}
     rows_class = SupervisedRows
     method = Method("SFT", "sft")
 

@@ -119,3 +119,10 @@ def test_configurations_with_a_reference_have_its_options(kind):
     for field in dataclasses.fields(ReferenceOptions):
         default = own.get(field.name, field.default) if kind is DPOConfig else field.default
         assert getattr(config, field.name) == default, field.name
+
+
+@pytest.mark.parametrize("kind", [SFTConfig, RLOOConfig])
+def test_a_warmup_ratio_is_a_share_of_all_steps(tmp_path, kind):
+    with pytest.warns(FutureWarning, match="warmup_ratio is now warmup_steps"):
+        args = kind(str(tmp_path), warmup_ratio=0.25, use_cpu=True, report_to="none")
+    assert args.get_warmup_steps(40) == 10

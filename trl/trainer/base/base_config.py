@@ -14,7 +14,8 @@ from ...options import option
 from ...process_group import check_not_alone, launched_on_cpu
 from ...redaction import redact
 from ...text import did_you_mean
-from .options import Named, check_options, from_json, kinds_of
+from .best_metric import check_best_model_options
+from .options import EARLIER_ARGUMENTS, Named, check_options, from_json, kinds_of
 
 # Ranges of options that transformers declares and does not check.
 NOT_NEGATIVE = (
@@ -85,6 +86,7 @@ class ReferenceOptions:
 class BaseConfig(Named, LoopOptions, PolicyOptions, MemoryOptions, TrainingArguments):
     """`transformers.TrainingArguments` with the defaults of this package."""
 
+    legacy_options = EARLIER_ARGUMENTS
     trains_reward_model: ClassVar[bool] = False
     divides_rows: ClassVar[bool] = False  # among ranks: context parallelism
     # What counts as one in per_device_train_batch_size: so many rows, which are never separated.
@@ -111,6 +113,11 @@ class BaseConfig(Named, LoopOptions, PolicyOptions, MemoryOptions, TrainingArgum
     )
 
     def __post_init__(self) -> None:
+        if "warmup_ratio" in self.given_by_old_names and self.warmup_steps >= 1:
+            raise ValueError(
+                f"warmup_ratio={self.warmup_steps:g} must be below 1, as a share of all steps; a "
+                "number of steps is given by warmup_steps."
+            )
         check_options(self, INHERITED)
         self.logging_nan_inf_filter = False
         self.pad_to_multiple_of = _multiple(str(self.pad_to_multiple_of).lower())
@@ -120,6 +127,7 @@ class BaseConfig(Named, LoopOptions, PolicyOptions, MemoryOptions, TrainingArgum
         self.selective_checkpointing = self._resolve_checkpointing()
         kind: Any = type(self)  # transformers reads JSON text of the options that it finds here
         self._VALID_DICT_FIELDS = [name for name, kinds in kinds_of(kind).items() if dict in kinds]
+        check_best_model_options(self)
         super().__post_init__()
         check_not_alone(self.world_size)
         self._check_packages()

@@ -31,6 +31,7 @@ from ..model_card import Method, render_model_card
 from ..uncalled import OverrideCheck
 from . import resuming
 from .base_config import BaseConfig
+from .best_metric import BestMetricCheck
 from .checkpoint import UNFINISHED, Place, RankState, explained, publish_together, save_arguments
 from .options import Named
 from .phases import Phases
@@ -40,7 +41,7 @@ from .run_lock import RunLock
 logger = logging.get_logger(__name__)
 
 
-class BaseTrainer(Named, OverrideCheck, Trainer):
+class BaseTrainer(Named, OverrideCheck, BestMetricCheck, Trainer):
     """A training loop with exact resumption, a finite guard, metrics and measured phases.
 
     A subclass says how the batches of its loader become rows (`prepare`), and what their loss is
@@ -123,6 +124,7 @@ class BaseTrainer(Named, OverrideCheck, Trainer):
         having none is an error. If this process fails, its error names its rank, and others end.
         If another run trains in the output folder, a `FolderInUseError` names it.
         """
+        self.check_settings()
         try:
             with self.ranks.propagate_failures(), self.run_lock:
                 found = self.find_checkpoint(resume_from_checkpoint)

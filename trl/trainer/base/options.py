@@ -110,6 +110,25 @@ def refused(advice: str, *names: str) -> dict[str, str | Gone]:
     return dict.fromkeys(names, Gone(advice, is_error=True))
 
 
+# Options of earlier releases of transformers.
+EARLIER_ARGUMENTS: dict[str, str | Gone] = {
+    "evaluation_strategy": "eval_strategy",
+    "no_cuda": "use_cpu",
+    "per_gpu_eval_batch_size": "per_device_eval_batch_size",
+    "per_gpu_train_batch_size": "per_device_train_batch_size",
+    "push_to_hub_model_id": "hub_model_id",
+    "push_to_hub_token": "hub_token",
+    "warmup_ratio": "warmup_steps",  # of which values below 1 are shares
+    **ignored("set the environment variable TENSORBOARD_LOGGING_DIR", "logging_dir"),
+    **ignored(
+        "a run always writes into output_dir; to continue one, use resume_from_checkpoint",
+        "overwrite_output_dir",
+    ),
+    **ignored("weights are always saved as safetensors", "save_safetensors"),
+    **refused("use optim='adafactor'", "adafactor"),
+}
+
+
 class _Construction(ABCMeta):  # a subclass may have abstract classes as bases, too
     """What happens to keyword arguments before a constructor is called."""
 

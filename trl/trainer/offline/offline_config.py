@@ -13,7 +13,7 @@ from ...models.loading import end_with
 from ...options import option
 from ...sources import is_cached, raise_if_missing
 from ..base.base_config import BaseConfig, ReferenceOptions
-from ..base.options import ignored, refused
+from ..base.options import EARLIER_ARGUMENTS, ignored, refused
 
 PIECE_ON_ACCELERATOR = 8192  # tokens; not measured
 NO_LOGITS = "logits are never held as a whole, and rows are not padded"
@@ -97,6 +97,7 @@ class PreferenceConfig(ReferenceOptions, OfflineConfig):
     """Options of trainers that compare a policy with a reference on answers of prompts."""
 
     legacy_options = {
+        **EARLIER_ARGUMENTS,
         **ignored("rows are not padded", "label_pad_token_id", "padding_value"),
         **ignored("the model tells by itself", "is_encoder_decoder"),
         **ignored("a ref_model that is passed is used", "force_use_ref_model"),

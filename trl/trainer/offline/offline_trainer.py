@@ -127,6 +127,10 @@ class OfflineTrainer(BaseTrainer):
 
     # --- What an algorithm says ---
 
+    def may_log_own_metrics(self) -> bool:
+        """Whether there are functions of logits, or others."""
+        return self._logit_metrics is not None or super().may_log_own_metrics()
+
     def adapt(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, args: Any) -> None:
         """Check a model, and change it and its tokenizer, before an adapter is added."""
         set_template(model, tokenizer, args)

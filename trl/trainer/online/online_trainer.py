@@ -29,6 +29,7 @@ from ...ops.policy_losses import RatioLevel, clip_flags, clipped_surrogate, impo
 from ...types import Mode, Prompts, RewardTable, Rollout, RolloutFunc, TokenScores
 from ..attributes import readable
 from ..base.base_trainer import BaseTrainer
+from ..base.best_metric import COMPLETIONS, EVERY_EVALUATION, reward_metrics
 from ..base.policy import check_optimizer, checked_args, prepare_policy
 from ..uncalled import ONLINE
 from . import online_setup as setup
@@ -56,6 +57,7 @@ class OnlineTrainer(BaseTrainer):
     config_class: ClassVar[type[OnlineConfig]]
     uncalled_methods = ONLINE
     ratio_level: RatioLevel = "token"
+    evaluation_metrics = EVERY_EVALUATION | COMPLETIONS
     needs_entropy: bool = False  # whether the loss reads entropies
     compares_entropies: bool = False  # whether credit reads those of the round, of all ranks
     has_token_losses: bool = False  # even where a completion has one ratio
@@ -278,6 +280,14 @@ class OnlineTrainer(BaseTrainer):
             for name, count in self.encode.counts().items():
                 self.metrics[mode].maximum(name, count)
         return self.finish(batch, advantages, healthy)
+
+    def metric_names(self) -> frozenset[str]:
+        """With those of each reward."""
+        return self.evaluation_metrics | reward_metrics(x.name for x in self.rewards.sources)
+
+    def may_log_own_metrics(self) -> bool:
+        """Reward functions may."""
+        return True
 
     def compute_loss(
         self,
