@@ -1,6 +1,7 @@
 """Words that several messages and tables share. Imports the standard library alone."""
 
 import difflib
+import math
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -23,6 +24,34 @@ def split_names(text: str) -> list[str]:
 def count(number: int, noun: str, plural: str = "") -> str:
     """Name a number of things: "1 row", "2 rows"; by default the plural is the noun with an s."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+def three_digits(value: float | None) -> str:
+    """Write a metric with three significant digits, such as 0.500, 57.3 or 1.20e-05.
+
+    Numbers from a thousand to a million are whole; "-" stands for None and NaN.
+    """
+    if value is None or math.isnan(value):
+        return "-"
+    if 999.5 <= abs(value) < 999_999.5:
+        return f"{value:.0f}"
+    return f"{value or 0.0:#.3g}".rstrip(".")
+
+
+def fixed(value: float, digits: int) -> str:
+    """Write a number with so many digits behind the point, and zero without a sign."""
+    text = f"{value:.{digits}f}"
+    return text if float(text) else text.removeprefix("-")
+
+
+def size(count: float) -> str:
+    """Write bytes with three digits and a decimal unit: 0, 4.2 kB, 83.1 MB, 1.76 GB."""
+    if not count:
+        return "0"
+    for unit, bytes_of_unit in (("kB", 1e3), ("MB", 1e6), ("GB", 1e9)):
+        if abs(count) < 999.5 * bytes_of_unit:
+            return f"{count / bytes_of_unit:.3g} {unit}"
+    return f"{count / 1e12:.3g} TB"
 
 
 def as_text(value: Any) -> str:

@@ -97,6 +97,20 @@ def test_a_run_is_read(runs):
     assert run["completions"]["eval"]["total"] == 0
 
 
+def test_a_comparison_leaves_the_page_of_the_first_run(tmp_path, capsys):
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").write_text("{}")
+    main([str(tmp_path / "first")])
+    alone = (tmp_path / "first" / "report.html").read_text(encoding="utf-8")
+    main([str(tmp_path / "first"), str(tmp_path / "second")])
+    assert (tmp_path / "first" / "report.html").read_text(encoding="utf-8") == alone
+    both = tmp_path / "first" / "report-and-second.html"
+    assert "second" in both.read_text(encoding="utf-8")
+    lines = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(rf"{both}: \d+(\.\d)? kB", lines[1])
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 def test_a_browser_shows_and_filters(runs, tmp_path):
     first = records(runs / "first")
@@ -177,7 +191,7 @@ def test_the_page_follows_a_run_until_it_is_interrupted(tmp_path):
 
     def until_written(times):
         deadline = time.monotonic() + DEADLINE
-        while watching.output.count(" MB\n") < times and time.monotonic() < deadline:
+        while watching.output.count("B\n") < times and time.monotonic() < deadline:
             assert watching.poll() is None, watching.errors
             time.sleep(0.05)
         return (tmp_path / "report.html").read_text(encoding="utf-8")

@@ -395,7 +395,8 @@ def test_chart_of_any_number_of_phases(tmp_path, count):
     assert draw(timeline.path, tmp_path / "memory.png") is True
 
 
-def test_without_matplotlib_the_log_says_how_to_get_it(tmp_path, monkeypatch, log):
+@pytest.fixture
+def no_matplotlib(monkeypatch):
     class Absent:
         @staticmethod
         def find_spec(name, *ignored):
@@ -405,6 +406,14 @@ def test_without_matplotlib_the_log_says_how_to_get_it(tmp_path, monkeypatch, lo
     for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "meta_path", [Absent, *sys.meta_path])
+
+
+def test_runs_without_matplotlib_do_not_speak_of_it(tmp_path, no_matplotlib, log):
+    make(tmp_path, [MemoryCallback()], max_steps=1).train()
+    assert "matplotlib" not in log.text and not (tmp_path / "memory.png").exists()
+
+
+def test_without_matplotlib_the_log_says_how_to_get_it(tmp_path, no_matplotlib, log):
     write(tmp_path / "memory.jsonl", [1])
     assert draw(tmp_path / "memory.jsonl", tmp_path / "memory.png") is False
     assert "pip install 'trl[quickstart]'" in log.text

@@ -17,10 +17,10 @@ from trl.memory.plan import (
     largest_fitting,
     render,
     resized,
-    size,
     table,
 )
 from trl.memory.settings import RunSettings, Sharding
+from trl.text import size
 
 SIZE = model_size(tiny_model("llama", max_position_embeddings=4096).config)
 RUN = RunSettings(4, 200, 50, 4, slices=2, accumulation=2, on_cpu=True)
@@ -207,17 +207,6 @@ def test_other_engines_are_proposed_to_several_ranks():
 
 TINY = model_size(tiny_model("llama").config)
 SHORT = RunSettings(4, 100, 20, 4, on_cpu=True)
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [
-        *((0, "0"), (999, "0.999 kB"), (1234, "1.23 kB"), (83_100_000, "83.1 MB")),
-        *((999_600_000, "1 GB"), (1.76e9, "1.76 GB"), (123.4e9, "123 GB"), (2.5e12, "2.5 TB")),
-    ],
-)
-def test_sizes(count, text):
-    assert size(count) == text
 
 
 def test_columns_are_aligned():

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..imports import require
-from ..text import as_text
+from ..text import as_text, fixed
 from .parser import OneLineParser
 
 MOST_STEPS = 8  # that are listed one by one
@@ -99,7 +99,7 @@ def show(records: list[dict[str, Any]]) -> None:
             cells = [str(record["step"]), prompt, as_text(record["completion"]), record["finish"]]
             numbers = [record["rewards"].get(name) for name in names]
             for number in (*numbers, record["reward"], record["advantage"]):
-                cells.append("-" if number is None else f"{number:.3f}")
+                cells.append("-" if number is None else fixed(number, 3))
             table.add_row(*map(text, cells))
         table.add_section()
     console = require("rich.console", "trl completions").Console()

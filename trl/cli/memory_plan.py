@@ -11,9 +11,10 @@ import torch
 from ..imports import is_available
 from ..memory.meter import device_bytes
 from ..memory.model_size import KNOWN, load_config, model_size, quantized_bytes, shares_prompts
-from ..memory.plan import Engine, Plan, render, size
+from ..memory.plan import Engine, Plan, render
 from ..memory.settings import ASSUMED_PROMPT, RunSettings, Sharding, read_sharding
 from ..options import option
+from ..text import size
 from ..trainer.base.base_config import BaseConfig
 from ..trainer.kto_config import KTOConfig
 from ..trainer.model_config import ModelConfig, get_peft_config

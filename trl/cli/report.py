@@ -14,7 +14,7 @@ from typing import Any
 from ..json_text import json_text
 from ..redaction import redact
 from ..step_lines import StepLines
-from ..text import as_text
+from ..text import as_text, size
 from .completions import read_records
 from .parser import OneLineParser
 
@@ -45,19 +45,29 @@ def _write(folders: list[Path], options: argparse.Namespace) -> list[dict[str, i
     """Write the page; returns the files that it is made of, with their sizes."""
     found = [_files(folder) for folder in folders]
     text = page([read_run(folder, options.most) for folder in folders])
-    output = Path(options.output or folders[0] / "report.html")
+    output = Path(options.output or _default_output(folders))
     whole = output.with_suffix(".part")  # a browser never reads half of it
     whole.write_text(text, encoding="utf-8")
     whole.replace(output)
-    print(f"{output}: {len(text.encode()) / 1e6:.1f} MB", flush=True)
+    print(f"{output}: {size(len(text.encode()))}", flush=True)
     return found
+
+
+def _default_output(folders: list[Path]) -> Path:
+    """`report.html` in the folder of a run; a comparison has a page of its own beside it."""
+    others = "".join(f"-and-{folder.resolve().name}" for folder in folders[1:])
+    return folders[0] / f"report{others}.html"
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The options of `trl report`."""
     parser = OneLineParser(prog="trl report", description=__doc__)
     parser.add_argument("folders", nargs="+", help="output folder of a run, or of two to compare")
-    parser.add_argument("--output", help="page to write (default: report.html in the first folder)")
+    parser.add_argument(
+        "--output",
+        help="page to write (default: report.html in the folder, "
+        "or report-and-SECOND.html in the first of two)",
+    )
     parser.add_argument("--most", type=int, default=10_000, help="newest completions to keep")
     parser.add_argument(
         *("--watch", "-w"), type=float, nargs="?", const=30.0, metavar="SECONDS",

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 from transformers.utils import logging
 
-from ..imports import require
+from ..imports import is_available, require
 from ..step_lines import StepLines
 from ..torch_internals import tree_leaves
 from .meter import PHASES, PhaseEvent, PhaseMeter, merge_peaks
@@ -55,9 +55,10 @@ class MemoryCallback(TrainerCallback):
 
     With `metrics`, the largest figures since the last log are added to the logs, under the names of
     `PhaseMeter.take`; those of an evaluation begin with `eval_`. They are of the process that logs.
-    Phases are written as JSON lines to `<output_dir>/memory.jsonl`, and with `chart` drawn to
-    `memory.png` beside it at the end, if matplotlib is installed. A `meter` may be shared with code
-    that measures other phases, and with `passes=False` forward and backward.
+    Phases are written as JSON lines to `<output_dir>/memory.jsonl`, and drawn to `memory.png`
+    beside it at the end, by default if matplotlib is installed; with `chart=True` the log says if
+    it is not. A `meter` may be shared with code that measures other phases, and with `passes=False`
+    forward and backward.
 
     Forward begins when the model is called in training mode with gradients on, and ends when the
     first gradient reaches one of its outputs. Then backward begins, which lasts until the next
@@ -78,7 +79,7 @@ class MemoryCallback(TrainerCallback):
         meter: PhaseMeter | None = None,
         passes: bool = True,
         metrics: bool = True,
-        chart: bool = True,
+        chart: bool | None = None,
     ):
         self.meter = meter
         self._finds_passes, self._logs, self._draws = passes, metrics, chart
@@ -110,7 +111,8 @@ class MemoryCallback(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Stop listening, and draw the chart."""
         self._detach()
-        if self._draws and state.is_world_process_zero:
+        draws = is_available("matplotlib") if self._draws is None else self._draws
+        if draws and state.is_world_process_zero:
             draw(self._timeline.path, self._timeline.path.with_suffix(".png"))
 
     def _detach(self) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
+from ..text import size
 from .estimate import Estimate
 from .meter import DeviceMemory
 from .model_size import ModelSize
@@ -214,15 +215,6 @@ def render(plan: Plan) -> str:
     """Write the plan as tables of plain text, for a terminal or a file."""
     blocks = [block(plan) for block in (_header, _phases, _verdict, _limits, _changes)]
     return "\n\n".join([*blocks, *filter(None, ["\n".join(f"Note: {x}" for x in plan.notes)])])
-
-
-def size(count: float) -> str:
-    """Bytes with three digits and a decimal unit: 0 B, 83.1 MB, 1.76 GB."""
-    if abs(count) < 1e6:
-        return f"{count / 1e3:.3g} kB" if count else "0"
-    if abs(count) < 999.5e6:
-        return f"{count / 1e6:.3g} MB"
-    return f"{count / 1e9:.3g} GB" if abs(count) < 999.5e9 else f"{count / 1e12:.3g} TB"
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

@@ -1,5 +1,6 @@
 """The weights of a policy: whole and merged with its adapter, or the adapter's factors apart."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from itertools import groupby
@@ -191,6 +192,24 @@ def _merged(block: _Block) -> Weights:
 def is_quantized(model: nn.Module) -> bool:
     """Whether a transformers model, or the one below an adapter, holds quantized weights."""
     return bool(getattr(model, "is_quantized", False))
+
+
+def operations_per_token(model: nn.Module) -> int:
+    """Estimate the floating-point operations of both passes of a token: 6 for each weight.
+
+    Weights of embeddings do not count, also where the output projection shares them, as in
+    transformers. Sharded and quantized weights count whole.
+    """
+    layers = (module for module in model.modules() if isinstance(module, nn.Embedding))
+    embeddings = {id(weight) for layer in layers for weight in layer.parameters()}
+    return 6 * sum(_entries(p) for p in model.parameters() if id(p) not in embeddings)
+
+
+def _entries(weight: nn.Parameter) -> int:
+    """Entries of a whole weight, of which this rank or a quantized format may hold fewer."""
+    state = getattr(weight, "quant_state", None)
+    shape = getattr(weight, "ds_shape", weight.shape) if state is None else state.shape
+    return math.prod(shape)
 
 
 def check_sharding(model: nn.Module, accelerator: Any) -> None:

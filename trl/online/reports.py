@@ -14,7 +14,7 @@ from ..distributed import Ranks
 from ..imports import is_available, require
 from ..json_text import json_values
 from ..step_lines import StepLines
-from ..text import as_text
+from ..text import as_text, fixed
 from ..types import Mode, Prompts, RewardTable
 from .metrics import MetricStore, record_lengths, record_rewards, record_tools
 
@@ -134,7 +134,7 @@ def print_table(records: list[dict[str, Any]], step: int, count: int | None) -> 
 def _cell(value: Any) -> str:
     if value is None:
         return "-"
-    return f"{value:.2f}" if isinstance(value, float) else str(value)
+    return fixed(value, 2) if isinstance(value, float) else str(value)
 
 
 def tracker_rows(

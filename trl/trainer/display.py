@@ -1,6 +1,5 @@
-"""What a person sees of a run in progress: one line in a terminal, or plain lines."""
+"""What a person sees of a run in progress: logged values, and how far it is."""
 
-import math
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -13,12 +12,20 @@ from transformers.utils import logging
 
 from ..imports import is_available, require
 from ..progress import Activity, watched
-from ..text import count
+from ..text import count, three_digits
 
-# What people look at while a run goes on, and the names it is logged under. The loss of a policy
-# gradient says nothing about progress, so it is shown only where there is no reward.
-SHOWN = {"reward": "reward", "kl": "kl", "length": "completions/mean_length"}
+# What people look at while a run goes on, in this order, and the metrics that may stand for it.
+SHOWN = {
+    "loss": ("loss",),
+    "lr": ("learning_rate",),
+    "grad_norm": ("grad_norm",),
+    "reward": ("reward",),
+    "accuracy": ("accuracy", "rewards/accuracies", "mean_token_accuracy"),
+    "kl": ("kl",),
+    "length": ("completions/mean_length",),
+}
 
+NOTEBOOK = "NotebookProgressCallback"  # of transformers, which imports it in notebooks alone
 DOING = {"generation": "generating", "rewards": "computing rewards"}
 DOING |= dict.fromkeys(("forward", "backward"), "training")
 QUIET = 60.0  # seconds after which a line says what a step is doing, where there is no terminal
@@ -33,12 +40,11 @@ class _ProgressCallback(TrainerCallback):
         self._watching = ExitStack()
         self._first, self._started, self._updated = 0, 0.0, 0.0
         self._activity = Activity("")
-        self._metrics: list[str] = []
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Start the clock."""
         if state.is_world_process_zero:
-            self._state, self._first, self._metrics = state, state.global_step, []
+            self._state, self._first = state, state.global_step
             self._started = self._updated = time.monotonic()
             self._watching.enter_context(watched(self._follow))
 
@@ -51,15 +57,14 @@ class _ProgressCallback(TrainerCallback):
             # Those of one of several datasets are called `eval_NAME_...`.
             (prefix,) = [x.removesuffix("runtime") for x in metrics if x.endswith("_runtime")]
             name = prefix.removeprefix("eval").strip("_")
-            title = f"evaluation of {name}:" if name else "evaluation:"
-            self._say([_step(state), title, *_shown(metrics, prefix)])
+            title = f"evaluation of {name}" if name else "evaluation"
+            self._show(state, shown_metrics(metrics, prefix), title)
 
     def on_log(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Show reward, KL and length, or the loss, of the steps since the last log."""
-        words = _shown(kwargs["logs"])
-        if words and self._state is not None:
-            self._metrics = words
-            self._show_metrics(self._state)
+        """Show loss, learning rate, reward and the like of the steps since the last log."""
+        metrics = shown_metrics(kwargs["logs"])
+        if metrics and self._state is not None:
+            self._show(self._state, metrics)
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self.close()
@@ -72,8 +77,10 @@ class _ProgressCallback(TrainerCallback):
     def _follow(self, activity: Activity) -> None:
         self._activity = activity
 
-    def _show_metrics(self, state: TrainerState) -> None:
-        """A display that draws all the time has nothing to do."""
+    def _show(self, state: TrainerState, metrics: dict[str, str], title: str = "") -> None:
+        """Show metrics of training, or of an evaluation with this title."""
+        heading = [f"{title}:"] if title else []
+        self._say([_step(state), *heading, *(f"{name} {x}" for name, x in metrics.items())])
 
     def _say(self, words: Iterable[str]) -> None:
         print("  ".join(words), flush=True)
@@ -113,7 +120,7 @@ class PlainProgressCallback(_ProgressCallback):
         super().on_step_end(args, state, control)
         is_first = self._state is not None and state.global_step == self._first + 1
         if is_first and not control.should_log:
-            self._show_metrics(state)
+            self._show(state, {})
 
     def _follow(self, activity: Activity) -> None:
         super()._follow(activity)
@@ -125,8 +132,11 @@ class PlainProgressCallback(_ProgressCallback):
             self._told.add(phase)
             self._say([_step(state, 1), self._doing()])
 
-    def _show_metrics(self, state: TrainerState) -> None:
-        self._say([_step(state), *self._metrics, f"{self._elapsed()}, {self._left(state)} left"])
+    def _show(self, state: TrainerState, metrics: dict[str, str], title: str = "") -> None:
+        """Add the time to lines of training: nothing else shows it."""
+        if not title:
+            metrics = metrics | {f"{self._elapsed()},": f"{self._left(state)} left"}
+        super()._show(state, metrics, title)
 
     def _say(self, words: Iterable[str]) -> None:
         self._said = time.monotonic()
@@ -134,11 +144,11 @@ class PlainProgressCallback(_ProgressCallback):
 
 
 class RichProgressCallback(_ProgressCallback):
-    """Shows in one line of a terminal how far training is, what it is doing, and the last metrics.
+    """Prints logged values in a terminal, above one line that shows how far training is.
 
-    The line is drawn anew for the width that the terminal has: step and remaining time first, then
-    phase, metrics and a bar where there is room. `close` must be called before anything else is
-    shown after an error; the trainers of this package do so. It needs rich.
+    That line is drawn anew for the width that the terminal has: step and remaining time first, then
+    what training is doing, and a bar where there is room. `close` must be called before anything
+    else is shown after an error; the trainers of this package do so. It needs rich.
     """
 
     def __init__(self) -> None:
@@ -189,7 +199,7 @@ class RichProgressCallback(_ProgressCallback):
             parts = [f"evaluation {done}/{'?' if total is None else total}"]
         if state is not None:
             parts = [_step(state), *parts, f"ETA {self._left(state)}", self._doing()]
-            parts = [x for x in (*parts, "  ".join(self._metrics), self._elapsed()) if x]
+            parts = [x for x in (*parts, self._elapsed()) if x]
         while len(parts) > 1 and len("  ".join(parts)) > width:
             parts.pop()
         room = width - len("  ".join(parts)) - 2
@@ -212,7 +222,17 @@ class RichProgressCallback(_ProgressCallback):
 
 
 def show_progress(trainer: Trainer) -> None:
-    """Replace the bar of transformers, if shown, by one line in a terminal or by plain lines."""
+    """Replace the display of transformers, if it has one, by that for a terminal, file or notebook.
+
+    The bar of transformers stays in a terminal without rich, its table in a notebook never.
+    """
+    for callback in trainer.callback_handler.callbacks:
+        if type(callback).__name__ == NOTEBOOK and not isinstance(callback, _ProgressCallback):
+            from .notebook import NotebookProgressCallback
+
+            trainer.remove_callback(type(callback))
+            trainer.add_callback(NotebookProgressCallback())
+            return
     shows_bar = any(type(x) is ProgressCallback for x in trainer.callback_handler.callbacks)
     in_terminal = sys.stdout.isatty()
     if shows_bar and (is_available("rich") or not in_terminal):
@@ -227,14 +247,14 @@ def close_progress(callbacks: Iterable[TrainerCallback]) -> None:
             callback.close()
 
 
-def _shown(metrics: dict[str, Any], prefix: str = "") -> list[str]:
-    """Names and values; a value that is missing or NaN, as of rewards that are all None, is "-"."""
-    names = SHOWN if f"{prefix}reward" in metrics else {"loss": "loss"}
-    found = {word: metrics[prefix + key] for word, key in names.items() if prefix + key in metrics}
-    return [
-        f"{word} {'-' if value is None or math.isnan(value) else f'{value:.3g}'}"
-        for word, value in found.items()
-    ]
+def shown_metrics(metrics: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    """Name what people look at among metrics, as text; see `three_digits`."""
+    shown = {}
+    for name, keys in SHOWN.items():
+        logged = [prefix + key for key in keys if prefix + key in metrics]
+        if logged:
+            shown[name] = three_digits(metrics[logged[0]])
+    return shown
 
 
 def _step(state: TrainerState, later: int = 0) -> str:

@@ -172,8 +172,8 @@ class BaseTrainer(Named, OverrideCheck, BestMetricCheck, Trainer):
         return norm
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Rows have no token count before they are prepared, so nothing is counted."""
-        return 0
+        """Estimate those of the micro-batch that was trained on last; see `Phases.train`."""
+        return self.phases.operations
 
     def _end_epoch(self) -> None:
         if self.phases.done:

@@ -20,6 +20,7 @@ from transformers.utils import logging
 
 from ...distributed import Ranks
 from ...redaction import is_secret, without_secrets
+from ...text import size
 
 logger = logging.get_logger(__name__)
 
@@ -102,10 +103,10 @@ def explained(staged: Path, final: Path) -> Iterator[None]:
     except (OSError, RuntimeError, SafetensorError) as error:
         shutil.rmtree(staged, ignore_errors=True)
         place = next(path for path in final.absolute().parents if path.is_dir())
-        free = shutil.disk_usage(place).free / 1e6
+        free = size(shutil.disk_usage(place).free)
         older = ", ".join(path.name for path in checkpoints_in(final.parent))
         raise OSError(
-            f"{final.name} could not be saved in {final.parent} ({error}); {free:.0f} MB are free "
+            f"{final.name} could not be saved in {final.parent} ({error}); {free} are free "
             f"there. Earlier checkpoints are untouched: {older or 'there are none'}."
         ) from error
 

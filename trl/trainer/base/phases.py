@@ -13,6 +13,7 @@ from ...distributed import Ranks
 from ...memory.adaptive_batch import AdaptiveBatch
 from ...memory.meter import PhaseMeter, release_cached_blocks
 from ...models.packed_layout import runs_within
+from ...models.weights import operations_per_token
 from ...online.metrics import MetricStore
 from ...ops.in_place import several_passes
 from ...progress import begin
@@ -48,6 +49,8 @@ class Phases:
         # They drop what the micro-batches of an update leave behind.
         self.forgets: list[Callable[[], None]] = [model.zero_grad]
         self.done: list[Rows] = []  # micro-batches since the last update
+        self.operations = 0  # floating-point, of this rank's last micro-batch
+        self._operations_per_token = operations_per_token(model) / ranks.per_row
         self._started = 0.0
 
     def __call__(self, name: str, rows: int = 0) -> AbstractContextManager[None]:
@@ -72,7 +75,11 @@ class Phases:
 
         A failed backward pass leaves gradients partly added, so the update then begins again with
         its first micro-batch. Within `quiet`, ranks do not exchange gradients.
+
+        `operations` is then an estimate as that of transformers: 6 for each token and each weight
+        outside embeddings. What completions share counts once.
         """
+        self.operations = round(self._operations_per_token * sum(batch.unit_tokens()))
         if not self.done:
             self._random = RandomState()
             if self._args.selective_checkpointing:
