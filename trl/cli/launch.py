@@ -125,7 +125,7 @@ def _start(command: str, parser: TrlParser, words: list[str]) -> None:
 def check_thread_count() -> None:
     """Refuse a number of threads that is none, which torch ignores and accelerate stumbles over."""
     threads = os.environ.get("OMP_NUM_THREADS")
-    if threads is not None and not (threads.isdecimal() and int(threads) > 0):
+    if threads is not None and not (threads.strip().isdecimal() and int(threads) > 0):
         raise ValueError(
             f"OMP_NUM_THREADS={threads!r} in the environment must be a whole number of threads for "
             "each process, at least 1. Set it to one, or unset it."

@@ -9,6 +9,8 @@ from trl.imports import is_available
 from trl.trainer.base.base_config import BaseConfig, ReferenceOptions, _layers_only
 from trl.trainer.dpo_config import DPOConfig
 from trl.trainer.online.online_config import OnlineConfig
+from trl.trainer.rloo_config import RLOOConfig
+from trl.trainer.sft_config import SFTConfig
 
 
 def make(**changes):
