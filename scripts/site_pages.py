@@ -46,7 +46,7 @@ OTHERS = {
             "trl.data.templates.clone_chat_template",
             "trl.memory.callback.MemoryCallback",
             "trl.trainer.callbacks.BEMACallback",
-            "trl.trainer.display.RichProgressCallback",
+            "trl.trainer.progress_callbacks.RichProgressCallback",
             "trl.trainer.callbacks.SyncRefModelCallback",
         ),
     ),

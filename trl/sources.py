@@ -21,6 +21,18 @@ def offline_variable() -> str | None:
     return f"{names[0]}={os.environ[names[0]]}" if names else "HF_HUB_OFFLINE=1"
 
 
+def check_upload(folder: str) -> None:
+    """Raise an OfflineModeIsEnabled error before an upload of a folder, if the hub is off."""
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    variable = offline_variable()
+    if variable is not None:
+        raise OfflineModeIsEnabled(
+            f"push_to_hub: nothing was uploaded, as {variable} switches the hub off. Unset it "
+            f"and call push_to_hub again, or run `hf upload REPOSITORY {folder}`."
+        )
+
+
 def missing_from_hub(name: str, repo_type: str = "model") -> str | None:
     """Say why the hub cannot give what has this name; None if it may.
 

@@ -29,7 +29,7 @@ from trl.cli.exit import (
 )
 from trl.scripts import rloo
 from trl.trainer.base.run_lock import LOCK, Owner
-from trl.trainer.display import RichProgressCallback
+from trl.trainer.progress_callbacks import RichProgressCallback
 
 PARSER = rloo.make_parser()
 

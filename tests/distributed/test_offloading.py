@@ -39,8 +39,15 @@ def test_offloading_changes_nothing(alone, on_two, engine, cell):
 def test_engines_move_activations_and_no_weights(on_two, engine, cell):
     """Weights that they gather for a layer are not copied to the host, nor kept for the backward.
 
-    ZeRO-3's own linear layers save some activations twice.
+    Linear layers of ZeRO-3 save some activations twice; on some processors, others save flat ones.
     """
-    moved, expected = on_two[engine, cell]["moved"], on_two["ddp", cell]["moved"]
-    assert moved.keys() == expected.keys() and len(expected) > 1
+    moved = on_two[engine, cell]["moved"]
+    expected = on_two["ddp", cell]["moved"]
+    assert sizes(moved) == sizes(expected)
+    assert len(expected) > 1
     assert moved == expected or engine == "zero3"
+
+
+def sizes(shapes):
+    """The shapes without dimensions of 1."""
+    return {tuple(size for size in shape if size > 1) for shape in shapes}

@@ -13,9 +13,9 @@ from tiny import tiny_model
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from trl.json_files import StepLines
 from trl.memory.callback import MemoryCallback, Timeline, draw, spans
 from trl.memory.meter import PHASES, PhaseEvent, PhaseMeter
-from trl.step_lines import StepLines
 
 MB = 1_000_000
 

@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 import sft_runs
 from online_runs import dataset, make_trainer
-from transformers import TrainerCallback
+from transformers import PrinterCallback, TrainerCallback
 
 from trl.trainer.display import show_progress
 from trl.trainer.notebook import NotebookProgressCallback
@@ -35,6 +35,7 @@ def cell(monkeypatch):
 
 def in_notebook(trainer):
     """What transformers adds in a notebook, and what becomes of it."""
+    trainer.remove_callback(PrinterCallback)  # it would take a metric away
     added = type("NotebookProgressCallback", (TrainerCallback,), {})
     trainer.add_callback(added)
     show_progress(trainer)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import psutil
 
-from ..json_text import without_surrogates
+from ..json_files import without_surrogates
 from ..trainer.base.checkpoint import checkpoints_in
 from ..trainer.base.run_lock import check_free
 from .main import INTERRUPTED

@@ -11,9 +11,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from ..json_text import json_text
+from ..json_files import StepLines, json_text
 from ..redaction import redact
-from ..step_lines import StepLines
 from ..text import as_text, size
 from .completions import read_records
 from .parser import OneLineParser

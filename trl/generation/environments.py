@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..distributed import Ranks
-from ..json_text import without_surrogates
+from ..json_files import without_surrogates
 from ..text import did_you_mean
 from ..timed_calls import copied
 from ..types import Prompts

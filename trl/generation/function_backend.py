@@ -7,7 +7,7 @@ from typing import Any
 
 from ..data.bounds import ModelBounds
 from ..distributed import Ranks
-from ..json_text import without_surrogates
+from ..json_files import without_surrogates
 from ..timed_calls import copied
 from ..types import Prompts
 from .base import AroundEngine, FinishReason, Generations, Sampling

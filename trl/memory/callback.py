@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 from transformers.utils import logging
 
 from ..imports import is_available, require
-from ..step_lines import StepLines
+from ..json_files import StepLines
 from ..torch_internals import tree_leaves
 from .meter import PHASES, PhaseEvent, PhaseMeter, merge_peaks
 

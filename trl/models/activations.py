@@ -90,8 +90,8 @@ class ActivationOffloading:
 
         def enter(module: nn.Module, inputs: Any) -> None:
             # FSDP1 replaces parameters by tensors that are plain attributes.
-            weights = [*module._parameters.values(), *vars(module).values()]
-            weights = [weight for weight in weights if isinstance(weight, Tensor)]
+            attributes = (value for value in vars(module).values() if isinstance(value, Tensor))
+            weights = [*module.parameters(recurse=False), *attributes]
             gathered = {_address(w): w if hasattr(w, "ds_id") else None for w in weights}
             self._gathered[module] = [one for one in gathered if one not in self._staying]
             self._staying |= gathered

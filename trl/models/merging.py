@@ -19,6 +19,7 @@ from transformers import (
 
 from ..imports import require
 from . import loading
+from .patches import forget_one_way_conversions
 from .stored_adapter import StoredAdapter
 
 MERGE_RECORD = "merge.json"  # written into each merged model; marks a folder that may be replaced
@@ -142,9 +143,7 @@ def _dequantize(model: PreTrainedModel, name: str, is_stored_so: bool) -> str:
             f"{name} is quantized in a way that cannot be undone, so no adapter can be merged into "
             "it. Give the model in full precision as --base_model."
         ) from error
-    # Steps by which transformers read the quantized files would be undone when it writes others.
-    steps = getattr(model, "_weight_conversions", None) or []
-    vars(model)["_weight_conversions"] = [step for step in steps if _can_be_undone(step)]
+    forget_one_way_conversions(model)
     if is_stored_so:
         return f"The base model is stored in {bits} bits; its weights were dequantized."
     rounds = " In 8 bits, layers also round their inputs, which a merged model does not."
@@ -153,14 +152,6 @@ def _dequantize(model: PreTrainedModel, name: str, is_stored_so: bool) -> str:
         f"rounded alike; --full_precision merges it into those of {name} as they are stored."
         f"{rounds if bits == 8 else ''}"
     )
-
-
-def _can_be_undone(step: Any) -> bool:
-    try:
-        step.reverse_transform()
-    except NotImplementedError:
-        return False
-    return True
 
 
 def _resize_embeddings(model: PreTrainedModel, adapter: StoredAdapter) -> None:

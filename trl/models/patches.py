@@ -59,6 +59,23 @@ def add_checkpoint_options(layer: Any, **options: Any) -> None:
     layer._gradient_checkpointing_func = partial(layer._gradient_checkpointing_func, **options)
 
 
+def forget_one_way_conversions(model: nn.Module) -> None:
+    """Forget steps of reading the weights of a model that cannot be undone when they are written.
+
+    Those of quantized files are such steps; a model that was dequantized needs none of them.
+    """
+    steps = vars(model).get("_weight_conversions") or []
+    vars(model)["_weight_conversions"] = [step for step in steps if _can_be_undone(step)]
+
+
+def _can_be_undone(step: Any) -> bool:
+    try:
+        step.reverse_transform()
+    except NotImplementedError:
+        return False
+    return True
+
+
 def forward_below_autocast(model: nn.Module) -> Any:
     """Return the forward of a prepared model without accelerate's autocast; None if it has none."""
     attributes = vars(model)

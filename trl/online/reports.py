@@ -12,8 +12,7 @@ from torch import Tensor
 
 from ..distributed import Ranks
 from ..imports import is_available, require
-from ..json_text import json_values
-from ..step_lines import StepLines
+from ..json_files import StepLines, json_values
 from ..text import as_text, fixed
 from ..types import Mode, Prompts, RewardTable
 from .metrics import MetricStore, record_lengths, record_rewards, record_tools

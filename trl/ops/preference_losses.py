@@ -207,15 +207,20 @@ def kl_partners(rows: Iterable[tuple[Hashable, int, T]]) -> Iterator[tuple[T, T]
             waiting.setdefault(answer, []).append((source, row))
         else:
             yield row, partner
-        # Of two sources of an answer, one is always another one.
-        recent[answer] = dict([*recent.pop(answer, {}).items()][-2:]) | {source: row}
-        if len(recent) > LOOKED_BACK:
-            del recent[next(iter(recent))]
+        _remember(recent, answer, source, row)
     if left := [source for source, _ in chain(*waiting.values())]:
         raise ValueError(
             f"Row {min(left)} has no partner: the KL estimate needs rows of other examples with "
             "other completions."
         )
+
+
+def _remember(recent: dict[Hashable, dict[int, T]], answer: Hashable, source: int, row: T) -> None:
+    """Make a row the latest one; of two sources of an answer, one is always another one."""
+    recent[answer] = dict([*recent.pop(answer, {}).items()][-2:]) | {source: row}
+    if len(recent) > LOOKED_BACK:
+        oldest = next(iter(recent))
+        del recent[oldest]
 
 
 def _latest(recent: dict[Hashable, dict[int, T]], answer: Hashable, source: int) -> T | None:

@@ -14,11 +14,10 @@ from transformers.utils import logging
 
 from ..distributed import Ranks
 from ..imports import public_names
-from ..json_text import json_text
+from ..json_files import StepLines, json_text
 from ..models import reference as references
 from ..models.sharded import is_sharded, local_shard, release
 from ..redaction import redact
-from ..step_lines import StepLines
 from .base.checkpoint import load
 
 __getattr__ = public_names("trl.trainer")  # the callbacks that are in files of their own

@@ -1,224 +1,15 @@
-"""What a person sees of a run in progress: logged values, and how far it is."""
+"""What a person sees of a run in progress: the display for a terminal, a file or a notebook."""
 
 import sys
-import time
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
-from datetime import timedelta
-from typing import Any
+from collections.abc import Iterable
 
-from transformers import ProgressCallback, Trainer, TrainerCallback, TrainerState
-from transformers.utils import logging
+from transformers import ProgressCallback, Trainer, TrainerCallback
 
-from ..imports import is_available, require
-from ..progress import Activity, watched
-from ..text import count, three_digits
-
-# What people look at while a run goes on, in this order, and the metrics that may stand for it.
-SHOWN = {
-    "loss": ("loss",),
-    "lr": ("learning_rate",),
-    "grad_norm": ("grad_norm",),
-    "reward": ("reward",),
-    "accuracy": ("accuracy", "rewards/accuracies", "mean_token_accuracy"),
-    "kl": ("kl",),
-    "length": ("completions/mean_length",),
-}
+from ..imports import is_available
+from .notebook import NotebookProgressCallback
+from .progress_callbacks import PlainProgressCallback, ProgressDisplay, RichProgressCallback
 
 NOTEBOOK = "NotebookProgressCallback"  # of transformers, which imports it in notebooks alone
-DOING = {"generation": "generating", "rewards": "computing rewards"}
-DOING |= dict.fromkeys(("forward", "backward"), "training")
-QUIET = 60.0  # seconds after which a line says what a step is doing, where there is no terminal
-NARROWEST_BAR, WIDEST_BAR = 6, 30  # columns
-
-
-class _ProgressCallback(TrainerCallback):
-    """Follows training on the main process: how far it is, how fast it goes, what it is doing."""
-
-    def __init__(self) -> None:
-        self._state: TrainerState | None = None  # while a run goes on
-        self._watching = ExitStack()
-        self._first, self._started, self._updated = 0, 0.0, 0.0
-        self._activity = Activity("")
-
-    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Start the clock."""
-        if state.is_world_process_zero:
-            self._state, self._first = state, state.global_step
-            self._started = self._updated = time.monotonic()
-            self._watching.enter_context(watched(self._follow))
-
-    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        self._updated = time.monotonic()
-
-    def on_evaluate(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        if state.is_world_process_zero:
-            metrics = kwargs["metrics"]
-            # Those of one of several datasets are called `eval_NAME_...`.
-            (prefix,) = [x.removesuffix("runtime") for x in metrics if x.endswith("_runtime")]
-            name = prefix.removeprefix("eval").strip("_")
-            title = f"evaluation of {name}" if name else "evaluation"
-            self._show(state, shown_metrics(metrics, prefix), title)
-
-    def on_log(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Show loss, learning rate, reward and the like of the steps since the last log."""
-        metrics = shown_metrics(kwargs["logs"])
-        if metrics and self._state is not None:
-            self._show(self._state, metrics)
-
-    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Show nothing more, whatever is still going on."""
-        self._watching.close()
-        self._state = None
-
-    def _follow(self, activity: Activity) -> None:
-        self._activity = activity
-
-    def _show(self, state: TrainerState, metrics: dict[str, str], title: str = "") -> None:
-        """Show metrics of training, or of an evaluation with this title."""
-        heading = [f"{title}:"] if title else []
-        self._say([_step(state), *heading, *(f"{name} {x}" for name, x in metrics.items())])
-
-    def _say(self, words: Iterable[str]) -> None:
-        print("  ".join(words), flush=True)
-
-    def _elapsed(self) -> str:
-        return f"{_clock(time.monotonic() - self._started)} elapsed"
-
-    def _left(self, state: TrainerState) -> str:
-        """Time left, from the mean of all steps of this run; "-" before the first is done."""
-        if state.global_step == self._first:
-            return "-"
-        seconds = (self._updated - self._started) / (state.global_step - self._first)
-        end = self._updated + seconds * (state.max_steps - state.global_step)
-        return _clock(max(0.0, end - time.monotonic()))
-
-    def _doing(self) -> str:
-        """Such as "generating 12/64"."""
-        now = self._activity
-        rows = f" {now.done}/{now.rows}" if now.done else f" {count(now.rows, 'row')}"
-        return DOING.get(now.name, now.name) + (rows if now.rows else "")
-
-
-class PlainProgressCallback(_ProgressCallback):
-    """Prints a line for each log and each evaluation: progress for files and batch systems.
-
-    During the first step it also prints which phase begins, and later what a step is doing when it
-    takes longer than a minute.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._told: set[str] = set()
-        self._said = time.monotonic()
-
-    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Print that the first step is done, which may be long before the first log."""
-        super().on_step_end(args, state, control)
-        is_first = self._state is not None and state.global_step == self._first + 1
-        if is_first and not control.should_log:
-            self._show(state, {})
-
-    def _follow(self, activity: Activity) -> None:
-        super()._follow(activity)
-        state, phase = self._state, DOING.get(activity.name, activity.name)
-        if state is None:
-            return
-        is_new = state.global_step == self._first and phase not in self._told
-        if is_new or time.monotonic() - self._said > QUIET:
-            self._told.add(phase)
-            self._say([_step(state, 1), self._doing()])
-
-    def _show(self, state: TrainerState, metrics: dict[str, str], title: str = "") -> None:
-        """Add the time to lines of training: nothing else shows it."""
-        if not title:
-            metrics = metrics | {f"{self._elapsed()},": f"{self._left(state)} left"}
-        super()._show(state, metrics, title)
-
-    def _say(self, words: Iterable[str]) -> None:
-        self._said = time.monotonic()
-        super()._say(words)
-
-
-class RichProgressCallback(_ProgressCallback):
-    """Prints logged values in a terminal, above one line that shows how far training is.
-
-    That line is drawn anew for the width that the terminal has: step and remaining time first, then
-    what training is doing, and a bar where there is room. `close` must be called before anything
-    else is shown after an error; the trainers of this package do so. It needs rich.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        names = ("rich.live", "rich.text", "rich.console")
-        self._live, self._text, console = (require(x, "RichProgressCallback") for x in names)
-        self._console = console.Console()
-        self._drawing: Any = None
-        self._evaluation: tuple[int, int | None] | None = None  # batches done, and of how many
-
-    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Begin to draw on the main process."""
-        super().on_train_begin(args, state, control)
-        if self._state is not None:
-            self._open()
-
-    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Count the batches of an evaluation."""
-        if state.is_world_process_zero:
-            loader: Any = kwargs.get("eval_dataloader")
-            total = len(loader) if hasattr(loader, "__len__") else None
-            self._evaluation = (self._evaluation or (0, None))[0] + 1, total
-            self._open()
-
-    def on_evaluate(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Print a line that says what was found."""
-        self._evaluation = None
-        if self._state is None:
-            self.close()
-        super().on_evaluate(args, state, control, **kwargs)
-
-    def close(self) -> None:
-        """Stop drawing, whatever is still going on."""
-        self._follow(Activity(""))
-        if self._drawing is not None:
-            self._drawing.stop()  # draws the line once more
-        self._drawing = self._evaluation = None
-        super().close()
-
-    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
-        yield self._text.Text(self._line(options.max_width), no_wrap=True, overflow="ellipsis")
-
-    def _line(self, width: int) -> str:
-        """What is shown, the more the wider the terminal is; what comes first matters most."""
-        state, parts = self._state, []
-        if self._evaluation is not None:
-            done, total = self._evaluation
-            parts = [f"evaluation {done}/{'?' if total is None else total}"]
-        if state is not None:
-            parts = [_step(state), *parts, f"ETA {self._left(state)}", self._doing()]
-            parts = [x for x in (*parts, self._elapsed()) if x]
-        while len(parts) > 1 and len("  ".join(parts)) > width:
-            parts.pop()
-        room = width - len("  ".join(parts)) - 2
-        if state is not None and room >= NARROWEST_BAR:
-            width = min(room, WIDEST_BAR)
-            full = round(width * state.global_step / max(1, state.max_steps))
-            parts.insert(1, "━" * full + "─" * (width - full))
-        return "  ".join(parts)
-
-    def _say(self, words: Iterable[str]) -> None:
-        self._console.print("  ".join(words), markup=False, highlight=False)
-
-    def _open(self) -> None:
-        if self._drawing is None:
-            self._drawing = self._live.Live(self, console=self._console, refresh_per_second=4)
-            self._drawing.start()
-            if logging.is_progress_bar_enabled():
-                logging.disable_progress_bar()  # that of a checkpoint would be drawn into this one
-                self._watching.callback(logging.enable_progress_bar)
 
 
 def show_progress(trainer: Trainer) -> None:
@@ -227,9 +18,7 @@ def show_progress(trainer: Trainer) -> None:
     The bar of transformers stays in a terminal without rich, its table in a notebook never.
     """
     for callback in trainer.callback_handler.callbacks:
-        if type(callback).__name__ == NOTEBOOK and not isinstance(callback, _ProgressCallback):
-            from .notebook import NotebookProgressCallback
-
+        if type(callback).__name__ == NOTEBOOK and not isinstance(callback, ProgressDisplay):
             trainer.remove_callback(type(callback))
             trainer.add_callback(NotebookProgressCallback())
             return
@@ -243,23 +32,5 @@ def show_progress(trainer: Trainer) -> None:
 def close_progress(callbacks: Iterable[TrainerCallback]) -> None:
     """Stop the displays among the callbacks, so that other text can be shown."""
     for callback in callbacks:
-        if isinstance(callback, _ProgressCallback):
+        if isinstance(callback, ProgressDisplay):
             callback.close()
-
-
-def shown_metrics(metrics: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    """Name what people look at among metrics, as text; see `three_digits`."""
-    shown = {}
-    for name, keys in SHOWN.items():
-        logged = [prefix + key for key in keys if prefix + key in metrics]
-        if logged:
-            shown[name] = three_digits(metrics[logged[0]])
-    return shown
-
-
-def _step(state: TrainerState, later: int = 0) -> str:
-    return f"step {state.global_step + later}/{state.max_steps}"
-
-
-def _clock(seconds: float) -> str:
-    return str(timedelta(seconds=round(seconds)))

@@ -7,12 +7,13 @@ from typing import Any
 from transformers import TrainerState
 
 from ..imports import require
-from .display import _ProgressCallback
+from .progress_callbacks import ProgressDisplay
 
 SECONDS = 1.0  # between two updates of the bar
+TITLE = ""  # heading of the column that names evaluations
 
 
-class NotebookProgressCallback(_ProgressCallback):
+class NotebookProgressCallback(ProgressDisplay):
     """Shows how far training is, and a row for each log and each evaluation.
 
     It takes the place of the callback of the same name of transformers, which shows the loss alone,
@@ -47,7 +48,7 @@ class NotebookProgressCallback(_ProgressCallback):
             self._draw(state)
 
     def _show(self, state: TrainerState, metrics: dict[str, str], title: str = "") -> None:
-        self._rows.append({"step": str(state.global_step), "": title} | metrics)
+        self._rows.append({"step": str(state.global_step), TITLE: title} | metrics)
         self._draw(state)
 
     def _draw(self, state: TrainerState) -> None:
@@ -68,12 +69,16 @@ class NotebookProgressCallback(_ProgressCallback):
 
 def _table(rows: list[dict[str, str]]) -> str:
     """Write rows as an HTML table with all of their columns."""
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    if not any(row.get("") for row in rows):  # there was no evaluation
-        names = [name for name in names if name]
-    header = "".join(f"<th>{html.escape(name)}</th>" for name in names)
-    lines = [
-        "".join(f"<td>{html.escape(row.get(name, ''))}</td>" for name in names) for row in rows
-    ]
-    body = "".join(f"<tr>{line}</tr>" for line in lines)
-    return f"<table><thead><tr>{header}</tr></thead><tbody>{body}</tbody></table>" if rows else ""
+    if not rows:
+        return ""
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    has_evaluations = any(row[TITLE] for row in rows)
+    if not has_evaluations:
+        columns.remove(TITLE)
+    header = _table_row("th", columns)
+    body = "".join(_table_row("td", [row.get(name, "") for name in columns]) for row in rows)
+    return f"<table><thead>{header}</thead><tbody>{body}</tbody></table>"
+
+
+def _table_row(tag: str, cells: list[str]) -> str:
+    return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"

@@ -15,12 +15,12 @@ from ..data.rows import Document
 from ..generation.base import NAMED, Sampling, row_seeds
 from ..generation.transformers.backend import TransformersBackend
 from ..imports import require
+from ..json_files import StepLines
 from ..models.loading import context_length, stop_token_ids
 from ..models.unwrap import policy_for_inference
 from ..online.prompts import PromptEncoder
 from ..online.reports import log_table
 from ..random_numbers import random_numbers_kept
-from ..step_lines import StepLines
 from ..text import as_text
 from ..types import Prompts
 from .base.base_trainer import BaseTrainer

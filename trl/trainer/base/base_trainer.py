@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from huggingface_hub.errors import OfflineModeIsEnabled
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 from transformers import DefaultFlowCallback, Trainer, TrainerControl
@@ -23,10 +22,9 @@ from ...models.weights import check_sharding
 from ...online.guard import FiniteGuard
 from ...online.metrics import MetricStore
 from ...random_numbers import random_numbers_kept
-from ...sources import offline_variable
+from ...sources import check_upload
 from ...types import Mode, Rows
 from ..callbacks import Events, MovingReference, RunRecord
-from ..display import close_progress, show_progress
 from ..model_card import Method, render_model_card
 from ..uncalled import OverrideCheck
 from . import resuming
@@ -87,6 +85,8 @@ class BaseTrainer(Named, OverrideCheck, BestMetricCheck, Trainer):
         events |= {"on_step_begin": self.phases.begin_update, "on_step_end": self.phases.end_update}
         events |= {"on_epoch_end": self._end_epoch}
         self.add_callback(Events(**events))
+        from ..display import show_progress
+
         show_progress(self)
         self.add_callback(RunRecord(self.method.name))
         if args.log_memory:
@@ -132,6 +132,8 @@ class BaseTrainer(Named, OverrideCheck, BestMetricCheck, Trainer):
                     resuming.warn_of_earlier_run(self.args.output_dir)
                 return super().train(found, *args, **kwargs)
         finally:
+            from ..display import close_progress
+
             close_progress(self.callback_handler.callbacks)
 
     def training_step(self, model: nn.Module, inputs: Any, *others: Any) -> Tensor:
@@ -370,11 +372,7 @@ class BaseTrainer(Named, OverrideCheck, BestMetricCheck, Trainer):
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
         """Upload model and card; an OfflineModeIsEnabled error if the hub is switched off."""
-        if (variable := offline_variable()) is not None:
-            raise OfflineModeIsEnabled(
-                f"push_to_hub: nothing was uploaded, as {variable} switches the hub off. Unset it "
-                f"and call push_to_hub again, or run `hf upload REPOSITORY {self.args.output_dir}`."
-            )
+        check_upload(self.args.output_dir)
         return super().push_to_hub(*args, **kwargs)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:

@@ -147,7 +147,7 @@ def _check_model(model: PreTrainedModel, args: BaseConfig) -> None:
 def _tokenizer_source(name: str, model: nn.Module) -> str:
     """Where the tokenizer is: with the model, or with the base of an adapter saved without one."""
     if is_peft_model(model) and Path(name).is_dir() and not loading.has_tokenizer(name):
-        return str(model.config._name_or_path)
+        return str(model.config.name_or_path)
     return name
 
 

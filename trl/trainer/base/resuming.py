@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from ...distributed import Ranks
-from ...json_text import json_values
+from ...json_files import json_values
 from ...models.sharded import local_shard
 from ...redaction import without_secrets
 from .checkpoint import checkpoints_in, clean_up, facts_of, find_fault

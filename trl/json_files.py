@@ -1,7 +1,10 @@
-"""Text and values that fit into files of JSON in UTF-8, whatever a model or a user's code wrote."""
+"""Files of JSON in UTF-8: values that fit into them, and lines that a run appends."""
 
 import json
 import math
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 
@@ -70,3 +73,42 @@ def _key(key: Any) -> Any:
         return _encodable(key)
     is_finite = not isinstance(key, float) or math.isfinite(key)
     return key if key is None or (isinstance(key, (int, float)) and is_finite) else str(key)
+
+
+class StepLines:
+    """A file of JSON lines, each with `step`, the optimizer step that it belongs to.
+
+    It is whole at any instant, and made with its first line.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def add(self, records: Iterable[dict[str, Any]]) -> None:
+        """Append records; NaN becomes null, and what JSON cannot hold otherwise, text."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a", encoding="utf-8") as file:
+            for record in records:
+                file.write(json_text(record) + "\n")
+
+    def read(self) -> Iterator[dict[str, Any]]:
+        """Yield the records, without a last line that is being written or was cut off.
+
+        A crash may have cut it inside a character of several bytes.
+        """
+        if not self.path.exists():
+            return
+        with self.path.open(encoding="utf-8", errors="replace") as file:
+            for line in file:  # splitlines would split at more than \n
+                with suppress(ValueError):
+                    if line.endswith("\n"):
+                        yield json.loads(line)
+
+    def keep_until(self, step: int) -> None:
+        """Drop what a run that went further than `step` wrote, and lines that a crash cut off."""
+        if not self.path.exists():
+            return
+        kept = StepLines(self.path.with_suffix(".kept"))
+        kept.path.write_text("")
+        kept.add(record for record in self.read() if record["step"] <= step)
+        kept.path.replace(self.path)
