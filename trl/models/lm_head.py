@@ -191,7 +191,17 @@ class _Use(torch.autograd.Function):
 
 
 class Float32Linear(nn.Linear):
-    """A linear layer that computes in float32 even inside autocast."""
+    """A linear layer that computes in float32 even inside autocast; shares the weights of another.
+
+    Args:
+        linear: the layer whose weight (V, H), and bias (V,) if it has one, become float32.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear.in_features, linear.out_features, linear.bias is not None, "meta")
+        linear.to(torch.float32)
+        self.weight = linear.weight
+        self.bias = linear.bias
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Project hidden states (..., H) to float32 logits (..., V)."""
@@ -216,11 +226,11 @@ def cast_head_to_float32(model: PreTrainedModel) -> None:
     embedding = model.get_input_embeddings()
     dtype = head.weight.dtype
     tied = embedding.weight is head.weight
-    head.to(torch.float32)
+    float32_head = Float32Linear(head)
+    model.set_output_embeddings(float32_head)
     if tied:
-        embedding.weight = head.weight
+        embedding.weight = float32_head.weight
         embedding.register_forward_hook(lambda module, args, output: output.to(dtype))
-    head.__class__ = Float32Linear
 
 
 class NotCausalError(ValueError):

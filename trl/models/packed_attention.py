@@ -7,6 +7,7 @@ kernel of GPUs repeats heads that are shared: see `trl.ops.attention_kernels`.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -22,7 +23,6 @@ from ..ops.attention_kernels import (
     merge,
     same_size,
 )
-from .last_layer import tell
 from .packed_places import Packing, Part, Parts, Window, add, take
 from .patches import wrap_attention
 from .unwrap import causal_model
@@ -176,18 +176,23 @@ def attend_to(parts: Parts, query: Tensor, keys: tuple[Tensor, Tensor], rules: R
     return _PackedAttention.apply(parts, given, sink, *tensors)[..., :size]
 
 
-_attended: set[Heads] = set()  # with what layers have attended by a layout
+# With what layers have attended by a layout; None outside `checked_kernels`.
+_attended: ContextVar[set[Heads] | None] = ContextVar("attended", default=None)
 
 
 @contextmanager
 def checked_kernels(model: nn.Module) -> Iterator[None]:
     """Let attention understand layouts; check the kernels of its calls inside, at least one."""
     install(model)
-    _attended.clear()
-    yield
-    if not _attended:
+    attended = set[Heads]()
+    token = _attended.set(attended)
+    try:
+        yield
+    finally:
+        _attended.reset(token)
+    if not attended:
         raise RuntimeError("its layers did not call the attention function")
-    for heads in _attended:
+    for heads in attended:
         example = torch.empty(0, heads.size, dtype=heads.dtype, device=heads.device)
         check_kernel(choose_kernel(example), heads)
 
@@ -206,7 +211,6 @@ def _aware(original: Any) -> Any:
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *mask: Any, **kwargs: Any
     ) -> tuple[Tensor, Any]:
         layout = kwargs.pop(KEYWORD, None)
-        tell(module, layout)
         if layout is None:
             return original(module, query, key, value, *mask, **kwargs)
         # What stands for the layout comes as a mask of one entry; nothing else would be read.
@@ -216,7 +220,9 @@ def _aware(original: Any) -> Any:
         rules = Rules.of(module, query, kwargs)
         query, key = query.to(value.dtype), key.to(value.dtype)
         size = max(query.shape[-1], value.shape[-1])
-        _attended.add(Heads(query.device, query.dtype, query.shape[1], key.shape[1], size))
+        attended = _attended.get()
+        if attended is not None:
+            attended.add(Heads(query.device, query.dtype, query.shape[1], key.shape[1], size))
         if isinstance(layout, Packing):
             found = packed_attention(query, (key, value), layout, rules)
         else:

@@ -9,6 +9,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -64,24 +65,25 @@ def recurrent_layers(model: nn.Module) -> list[nn.Module]:
     return [module for module in modules if mentions(module.__class__, *names)]
 
 
-# Where layers that are given a layout are noted, and checked; nowhere but inside `all_forked`.
-_noted: list[set[nn.Module]] = []
+# The layers that were given a layout, which are checked, too; None outside `all_forked`.
+_forked: ContextVar[set[nn.Module] | None] = ContextVar("forked", default=None)
 
 
 @contextmanager
 def all_forked(model: nn.Module) -> Iterator[None]:
     """Let recurrent layers understand layouts, and check that all of them continue from states."""
-    layers, seen = recurrent_layers(model), set[nn.Module]()
+    layers = recurrent_layers(model)
     for layer in layers:
         kind: Any = type(layer)
         if not hasattr(kind.forward, "trl_original"):
             kind.forward = _aware(kind.forward)
-    _noted.append(seen)
+    forked = set[nn.Module]()
+    token = _forked.set(forked)
     try:
         yield
     finally:
-        _noted.remove(seen)
-    if len(seen) < len(layers):
+        _forked.reset(token)
+    if len(forked) < len(layers):
         raise RuntimeError("its recurrent layers are not told where prompts end")
 
 
@@ -116,8 +118,9 @@ def _aware(original: Any) -> Any:
             return found, fork.states
 
         found = _run_packed(run, layout, hidden_states, getattr(self, "layer_idx", id(self)))
-        for seen in _noted:
-            seen.add(self)
+        forked = _forked.get()
+        if forked is not None:
+            forked.add(self)
             _check_state(run, layout, hidden_states, found)
         return found
 

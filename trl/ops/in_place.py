@@ -9,6 +9,7 @@ weight that has any is left to autograd.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -62,19 +63,20 @@ class WaitingRows:
         self._rows.clear()
 
 
-_open: WaitingRows | None = None
+# Where the gradients of lookups wait; None outside `several_passes`.
+_waiting_rows: ContextVar[WaitingRows | None] = ContextVar("waiting_rows", default=None)
 
 
 @contextmanager
 def several_passes() -> Iterator[WaitingRows]:
     """Let gradients of lookups made inside wait for the last pass; the caller sets `is_last`."""
-    global _open
-    _open = WaitingRows(is_last=False)
+    rows = WaitingRows(is_last=False)
+    token = _waiting_rows.set(rows)
     try:
-        yield _open
-        _open.flush()
+        yield rows
+        rows.flush()
     finally:
-        _open = None
+        _waiting_rows.reset(token)
 
 
 def look_up(ids: Tensor, weight: Tensor, padding: int | None = None) -> Tensor:
@@ -87,7 +89,7 @@ class _LookUp(torch.autograd.Function):
     def forward(ctx: Any, ids: Tensor, weight: Tensor, padding: int | None) -> Tensor:
         ctx.save_for_backward(ids)
         ctx.weight, ctx.padding = weight, -1 if padding is None else padding
-        ctx.waiting = _open or WaitingRows()
+        ctx.waiting = _waiting_rows.get() or WaitingRows()
         return embedding(ids, weight)
 
     @staticmethod
