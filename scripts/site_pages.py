@@ -72,9 +72,14 @@ def reference_pages() -> dict[str, str]:
     """Name -> text of a page for each training command and of those in `OTHERS`."""
     pages = {name: _page(title, paths) for name, (title, paths) in OTHERS.items()}
     for name, command in TRAINING.items():
-        trainer: Any = locate(command.trainer)
+        method = command.method
+        trainer: Any = locate(method.trainer)
         base = next(kind for kind in trainer.__bases__ if kind.__name__.endswith("Trainer"))
-        paths = (command.trainer, f"{base.__module__}.{base.__name__}", command.config)
+        paths = (
+            command.method.trainer,
+            f"{base.__module__}.{base.__name__}",
+            command.method.config,
+        )
         pages[name.replace("-", "_")] = _page(trainer.__name__, paths)
     return pages
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+NAME_IN_PACKAGE = re.compile(r"trl(\.\w+)+")
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 Graph = dict[str, set[str]]
 BASE = "trl.trainer.base."
@@ -44,6 +46,25 @@ def imported(
             yield node.lineno, name
 
 
+def named_modules(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield line and text of each string that is a dotted name in the package, docstrings excepted.
+
+    Such names are imported later, by `import_module` or `locate`: a class of "trl.trainer.x.Y".
+    """
+    docstrings = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Module, ast.ClassDef, *FUNCTIONS))
+        and node.body
+        and isinstance(node.body[0], ast.Expr)
+    }
+    constants = [node for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    for node in constants:
+        is_name = isinstance(node.value, str) and NAME_IN_PACKAGE.fullmatch(node.value)
+        if is_name and id(node) not in docstrings:
+            yield node.lineno, str(node.value)
+
+
 def _import_statements(
     tree: ast.AST, inside_functions: bool
 ) -> Iterator[ast.Import | ast.ImportFrom]:
@@ -68,6 +89,8 @@ def import_graph(root: Path, inside_functions: bool = False) -> Graph:
         tree, relative = ast.parse(path.read_text(encoding="utf-8")), path.relative_to(root)
         targets = {module for _, module in imported(tree, relative, inside_functions)}
         targets |= {inner for _, inner in _names_of_packages(tree, relative, inside_functions)}
+        if inside_functions:
+            targets |= {_module_of(text, names) for _, text in named_modules(tree)}
         graph[name] = {target for target in targets if target in names} - {name}
     return graph
 
@@ -81,6 +104,13 @@ def _names_of_packages(
             base = package[: len(package) - node.level + 1] if node.level else []
             for alias in node.names:
                 yield alias.name, ".".join([*base, node.module, alias.name])
+
+
+def _module_of(name: str, modules: Collection[str]) -> str:
+    """The module that a dotted name is in; the name itself if there is none."""
+    parts = name.split(".")
+    prefixes = [".".join(parts[:length]) for length in range(len(parts), 1, -1)]
+    return next((prefix for prefix in prefixes if prefix in modules), name)
 
 
 def _dotted(relative: Path) -> str:

@@ -81,7 +81,7 @@ def test_the_example_of_a_preview_is_legal(name):
 @pytest.mark.parametrize("name", TRAINING)
 def test_the_example_has_no_mistakes(name):
     command = TRAINING[name]
-    words = command.example.replace("\\\n", " ").split()
+    words = command.method.example.replace("\\\n", " ").split()
     assert command.mistakes(command.option_parser(), words) == []
 
 

@@ -11,6 +11,7 @@ from accelerate.commands.launch import launch_command_parser
 from transformers import HfArgumentParser
 
 import trl
+from trl.cli.commands import commands_with
 from trl.cli.parser import TrlParser, as_words, launch_option_names, option_name
 from trl.cli.values import members
 from trl.trainer.grpo_config import GRPOConfig
@@ -376,6 +377,7 @@ def test_options_as_words():
 class Known:
     beta: float = 1.0
     models: int = 1
+    text_file: str = ""
 
 
 @pytest.mark.parametrize(
@@ -391,12 +393,19 @@ class Known:
     ],
 )
 def test_another_command_may_know_it(name, program, hint):
-    found = TrlParser(Known, prog=program).unknown([f"--{name}"])
-    assert found == f"unknown option --{name}{hint}."
+    commands = commands_with if program.startswith("trl ") else None
+    problem = TrlParser(Known, prog=program, commands_with=commands).unknown([f"--{name}"])
+    assert problem == f"unknown option --{name}{hint}."
+
+
+def test_values_that_are_names_of_options_stay():
+    parser = TrlParser(Known)
+    values, _, _ = parser.read(["--text-file", "models", "--models=2"])
+    assert values == {"text_file": "models", "models": 2}
 
 
 def test_the_closest_names_come_first():
-    found = TrlParser(Known, prog="trl rloo").unknown(["--model"])
+    found = TrlParser(Known, prog="trl rloo", commands_with=commands_with).unknown(["--model"])
     expected = "unknown option --model (closest: --models; an option of `trl vllm-serve`)."
     assert found == expected
 

@@ -53,6 +53,7 @@ def test_the_tests_mirror_the_package(capsys):
         ("online/a.py", "x = PPOConfig", "names the algorithm ppo"),
         ("generation/a.py", "# as in OnlineDPO", "names the algorithm onlinedpo"),
         ("new/a.py", "from ..ops import x", "new must not import ops"),
+        ("trainer/a.py", "x = locate('trl.cli.env.main')", "trainer must not import cli"),
     ],
 )
 def test_layers_catch(tmp_path, capsys, path, text, problem):
@@ -70,6 +71,7 @@ def test_layers_catch(tmp_path, capsys, path, text, problem):
         ("trainer/rloo_a.py", "x = 'grpo'"),
         ("online/a.py", "supported = endpoint"),
         ("data_utils.py", "from .trainer import x"),
+        ("models/a.py", '"""trl.cli.env"""\nx = "trl.cli is below"'),
         ("__init__.py", "from .trainer import x"),
     ],
 )
@@ -203,3 +205,11 @@ def test_a_package_may_import_what_is_in_it(tmp_path):
     graph = structure.import_graph(tmp_path, inside_functions=True)
     assert graph["trl.ops"] == {"trl.ops.a"} and graph["trl.ops.a"] == {"trl.ops.b"}
     assert structure.circles(graph) == []
+
+
+def test_names_of_modules_in_strings_are_imports_inside_of_functions(tmp_path):
+    plant(tmp_path, "cli/a.py", "def f():\n    import_module('trl.cli.b.Class').x\n")
+    plant(tmp_path, "cli/b.py", "from .a import f\n")
+    assert structure.circles(structure.import_graph(tmp_path)) == []
+    graph = structure.import_graph(tmp_path, inside_functions=True)
+    assert structure.circles(graph) == [["trl.cli.a", "trl.cli.b"]]

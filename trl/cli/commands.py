@@ -1,7 +1,7 @@
 """The commands of `trl`. A new one is an entry here; nothing heavy is imported to list them."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pydoc import locate
@@ -9,23 +9,22 @@ from typing import Any
 
 from ..imports import check_versions
 from ..text import did_you_mean
+from .methods import METHODS, Method
 from .options import class_from_source, option_actions, short_help
 from .parser import TrlParser, as_words, launch_option_names, required
 
 
 @dataclass(frozen=True)
 class Command:
-    """A module `trl.cli.NAME` with `main(words)`, and with `make_parser()` if it has options."""
+    """A command that a module runs: with `main(words)`, and `make_parser()` if it has options."""
 
     name: str
     summary: str  # what it does, for `trl --help`
+    module: str
 
     def run(self, words: list[str]) -> None:
+        """Run the command with the words behind its name."""
         import_module(self.module).main(words)
-
-    @property
-    def module(self) -> str:
-        return f"trl.cli.{self.name.replace('-', '_')}"
 
     def option_parser(self) -> Any:
         """The options of the command, to look names up."""
@@ -55,16 +54,26 @@ class PreviewCommand(Command):
         elif {"-h", "--help"} & set(words):
             print(self.help(words))
         else:
+            self.check_names(words)
             super().run(words)
+
+    def check_names(self, words: list[str]) -> None:
+        """Refuse options that neither this command has nor, where it reads those, a launcher."""
+        parser = self.full_parser(words)
+        try:
+            _, _, others, rest = parser.collect(words)
+            parser.check([*as_words(others), *rest], launch_option_names())
+        except (ValueError, OSError) as error:
+            parser.error(" ".join(str(error).split()))
 
     def full_parser(self, words: list[str]) -> TrlParser:
         """The options with those of the training command that `--method` names."""
         own = self.option_parser()
         method = getattr(own.parse_known_args(words)[0], "method", None)
-        if method not in TRAINING:
+        if method not in METHODS:
             method = own.default("method")
-        kinds = (*own.dataclass_types, *TRAINING[method].option_parser().dataclass_types)
-        return TrlParser(kinds, prog=f"trl {self.name}")
+        kinds = (*own.dataclass_types, *METHODS[method].option_parser().dataclass_types)
+        return TrlParser(kinds, prog=f"trl {self.name}", commands_with=commands_with)
 
     def help(self, words: list[str]) -> str:
         """The options of its own, and those that say what is looked at."""
@@ -90,22 +99,16 @@ class PreviewCommand(Command):
 class TrainingCommand(Command):
     """A command whose workers are started through `accelerate launch`, from `trl.scripts.NAME`."""
 
-    config: str  # the paths of its classes
-    trainer: str
-    arguments: str
-    needed: tuple[tuple[str, ...], ...]  # options that must be given; of several, one must be
-    common: tuple[str, ...]  # further options that `--help` lists
-    example: str  # options of a run, for `--help`
+    method: Method
+    module: str = ""  # its workers run `trl.cli.train`
 
-    def make_parser(self, load: Callable[[str], Any] = locate) -> TrlParser:
-        """A parser that builds the dataclasses; imports them, unless they are loaded otherwise."""
-        model, mixture = "trl.trainer.model_config.ModelConfig", "trl.cli.mixture"
-        paths = (self.arguments, self.config, model, f"{mixture}.DatasetMixtureConfig")
-        return TrlParser(tuple(map(load, paths)), prog=f"trl {self.name}")
+    def make_parser(self) -> TrlParser:
+        """A parser that builds the dataclasses, which it imports."""
+        return self.method.make_parser(commands_with=commands_with)
 
     def option_parser(self) -> TrlParser:
         """A parser of the same options, which imports nothing heavy and builds nothing."""
-        return self.make_parser(class_from_source)
+        return self.method.option_parser(commands_with=commands_with)
 
     def run(self, words: list[str]) -> None:
         """Show help, report all mistakes in the words at once, or start the workers."""
@@ -123,8 +126,11 @@ class TrainingCommand(Command):
             if mistakes:
                 parser.error(f"{' '.join(mistakes)} `trl {self.name} --help` has an example.")
             values = parser.collect(words)[0]
-            if not values.get("plan"):  # libraries are imported now, which takes seconds
-                print(f"Loading {values['model_name_or_path']} ...", flush=True)
+            if values.get("plan"):
+                COMMANDS["memory-plan"].run([*words, "--method", self.name])
+                return
+            # Libraries are imported now, which takes seconds.
+            print(f"Loading {values['model_name_or_path']} ...", flush=True)
             import_module("trl.cli.launch").launch(self.name, parser, words)
 
     def mistakes(self, parser: TrlParser, words: Sequence[str]) -> list[str]:
@@ -133,18 +139,18 @@ class TrainingCommand(Command):
         if values.get("plan"):
             return []  # the plan has further options, and tells of mistakes in all of them
         unknown = parser.unknown([*as_words(others), *rest], launch_option_names())
-        missing = [names for names in self.needed if not any(values.get(x) for x in names)]
+        missing = [names for names in self.method.needed if not any(values.get(x) for x in names)]
         words = [first + "".join(f" (or --{x})" for x in others) for first, *others in missing]
         return [*filter(None, [unknown]), *problems, *([required(words)] if words else [])]
 
     def help(self, parser: TrlParser) -> str:
         """The options that a first run needs."""
-        needed = [name for names in self.needed for name in names]
+        needed = [name for names in self.method.needed for name in names]
         return "\n".join(
             [
                 f"usage: trl {self.name} [options]\n\n{self.summary}\n\nexample:",
-                f"  trl {self.name} {self.example}\n",
-                short_help(parser, {"required": needed, "common": self.common}),
+                f"  trl {self.name} {self.method.example}\n",
+                short_help(parser, {"required": needed, "common": self.method.common}),
                 f"`trl {self.name} --help-all` lists all {len(parser.names)} options. Options of "
                 "`accelerate launch`, such as\n--num_processes 2, can be given too.",
             ]
@@ -155,77 +161,12 @@ class TrainingCommand(Command):
         if {"-h", "--help", "--help-all"} & set(sys.argv):
             self.run(sys.argv[1:])
             raise SystemExit(0)
-        parser, trainer = self.make_parser(), locate(self.trainer)
-        import_module("trl.cli.train").run_training(parser, trainer)
+        run_training = import_module("trl.cli.train").run_training
+        run_training(self.make_parser(), locate(self.method.trainer))
 
 
-def _training(
-    title: str, summary: str, arguments: str, common: tuple[str, ...], example: str
-) -> TrainingCommand:
-    name, kind = title.lower().replace(" ", "-"), title.replace(" ", "")
-    module = f"trl.trainer.{name.replace('-', '_')}"
-    needed: tuple[tuple[str, ...], ...] = (("model_name_or_path",), ("dataset_name", "datasets"))
-    rewards = (("reward_funcs", "reward_model_name_or_path"),) if arguments else ()
-    batches = ("per_device_train_batch_size", "gradient_accumulation_steps")
-    return TrainingCommand(
-        name,
-        summary,
-        config=f"{module}_config.{kind}Config",
-        trainer=f"{module}_trainer.{kind}Trainer",
-        arguments=f"trl.cli.arguments.{arguments}ScriptArguments",
-        needed=needed + rewards,
-        common=("output_dir", *common, *batches, "use_peft", "report_to", "plan", "config"),
-        example=f"--model_name_or_path {example} --output_dir output",
-    )
-
-
-def _online(title: str, common: tuple[str, ...], arguments: str = "Online") -> TrainingCommand:
-    data = "Qwen/Qwen3-0.6B --dataset_name trl-lib/DeepMath-103K \\\n   "
-    common += ("learning_rate", "max_steps", "temperature", "max_completion_length", "use_vllm")
-    example = f"{data} --reward_funcs accuracy_reward"
-    return _training(title, f"train with {title}", arguments, common, example)
-
-
-def _offline(title: str, summary: str, common: tuple[str, ...], example: str) -> TrainingCommand:
-    common = ("max_length", *common, "learning_rate", "num_train_epochs", "max_steps")
-    common += ("eval_strategy", "test_split_size")
-    return _training(title, summary, "", common, example)
-
-
-TRAINING: dict[str, TrainingCommand] = {
-    command.name: command
-    for command in (
-        _offline(
-            "SFT",
-            "train on texts, conversations or completions",
-            ("packing", "assistant_only_loss"),
-            "Qwen/Qwen3-0.6B-Base --dataset_name trl-lib/Capybara \\\n    --packing",
-        ),
-        _offline(
-            "DPO",
-            "train on pairs of a chosen and a rejected answer",
-            ("beta", "loss_type", "max_prompt_length", "precompute_ref_log_probs"),
-            "Qwen/Qwen3-0.6B --dataset_name trl-lib/ultrafeedback_binarized \\\n   ",
-        ),
-        _offline(
-            "KTO",
-            "train on answers that are desirable or not",
-            ("beta", "loss_type"),
-            "Qwen/Qwen3-0.6B --dataset_name trl-lib/kto-mix-14k \\\n   ",
-        ),
-        _offline(
-            "Reward",
-            "train a model that scores answers, on preferences",
-            ("center_rewards_coefficient",),
-            "Qwen/Qwen3-0.6B --dataset_name trl-lib/ultrafeedback_binarized \\\n   ",
-        ),
-        _online("RLOO", ("num_generations", "beta")),
-        _online("GRPO", ("num_generations", "beta", "loss_type", "scale_rewards")),
-        _online("Online DPO", ("beta", "loss_type", "missing_eos_penalty")),
-        _online(
-            "PPO", ("beta", "num_ppo_epochs", "gamma", "lam", "value_model_name_or_path"), "PPO"
-        ),
-    )
+TRAINING = {
+    name: TrainingCommand(name, method.summary, method=method) for name, method in METHODS.items()
 }
 COMMANDS: dict[str, Command] = TRAINING | {
     command.name: command
@@ -233,6 +174,7 @@ COMMANDS: dict[str, Command] = TRAINING | {
         PreviewCommand(
             "memory-plan",
             "print how much memory a training command would take",
+            "trl.cli.memory_plan",
             source="trl.cli.memory_plan.PlanArguments",
             needed=("model_name_or_path",),
             common=(
@@ -244,6 +186,7 @@ COMMANDS: dict[str, Command] = TRAINING | {
         PreviewCommand(
             "lengths",
             "show how long the rows of a dataset are, and what a limit would cost",
+            "trl.cli.lengths",
             source="trl.cli.lengths.LengthsArguments",
             needed=("model_name_or_path", "dataset_name"),
             common=(
@@ -252,11 +195,13 @@ COMMANDS: dict[str, Command] = TRAINING | {
             ),
             example="--model_name_or_path Qwen/Qwen3-0.6B --dataset_name trl-lib/Capybara",
         ),
-        Command("vllm-serve", "serve a model with vLLM for vllm_mode='server'"),
-        Command("completions", "show the completions a run wrote"),
-        Command("report", "make an HTML page of a run, or of two to compare"),
-        Command("merge", "merge an adapter into its base model"),
-        Command("env", "print versions for a bug report"),
+        Command(
+            "vllm-serve", "serve a model with vLLM for vllm_mode='server'", "trl.cli.vllm_serve"
+        ),
+        Command("completions", "show the completions a run wrote", "trl.cli.completions"),
+        Command("report", "make an HTML page of a run, or of two to compare", "trl.cli.report"),
+        Command("merge", "merge an adapter into its base model", "trl.cli.merge"),
+        Command("env", "print versions for a bug report", "trl.cli.env"),
     )
 }
 ABSENT = ("distillation",)  # commands of Hugging Face TRL that this release does not have

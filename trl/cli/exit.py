@@ -22,8 +22,7 @@ import psutil
 from ..json_files import without_surrogates
 from ..trainer.base.checkpoint import checkpoints_in
 from ..trainer.base.run_lock import check_free
-from .main import INTERRUPTED
-from .parser import OneLineParser
+from .parser import INTERRUPTED, OneLineParser
 
 if TYPE_CHECKING:
     from transformers import Trainer

@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -27,9 +26,8 @@ from ..imports import is_available, require
 from ..process_group import has_accelerator
 from .accelerate_file import find_config, read_accelerate_config, shipped_configs
 from .exit import exit_like, stopping_on_interrupt
-from .main import INTERRUPTED
 from .options import option_actions
-from .parser import TrlParser, as_words, launch_option_names, option_name
+from .parser import INTERRUPTED, TrlParser, as_words, launch_option_names, option_name
 
 # What accelerate would otherwise guess, and warn about, when it has no configuration.
 SINGLE_MACHINE = {"num_machines": "1", "mixed_precision": "no", "dynamo_backend": "no"}
@@ -104,9 +102,6 @@ def launch(command: str, parser: TrlParser, words: list[str]) -> None:
 
 def _start(command: str, parser: TrlParser, words: list[str]) -> None:
     values = parser.read(words)[0]
-    if values.get("plan"):
-        import_module("trl.cli.memory_plan").main([*words, "--method", command])
-        return
     check_thread_count()
     request = read_request(parser, words)
     script, launcher = words_to_start(request)

@@ -23,9 +23,9 @@ from ..options import option
 from ..trainer.model_config import ModelConfig, tokenizer_source
 from ..trainer.offline.offline_config import OfflineConfig, set_template
 from ..trainer.sft_config import SFTConfig
-from .commands import TRAINING
 from .exit import one_line_errors
 from .memory_plan import build_options, make_plan, parser_for
+from .methods import METHODS
 from .train import load_data, take_split
 
 LOST = 0.001  # share of the tokens that a proposed limit may lose
@@ -35,7 +35,7 @@ LOST = 0.001  # share of the tokens that a proposed limit may lose
 class LengthsArguments:
     """What is profiled, and how it is shown."""
 
-    method: str = option("sft", "Command whose rows are profiled.", choices=tuple(TRAINING))
+    method: str = option("sft", "Command whose rows are profiled.", choices=tuple(METHODS))
     max_lengths: list[int] | None = option(None, "Limits to judge, besides common ones.")
     json: bool = option(False, "Print the profile as JSON.")
     html: str | None = option(None, "File for a page with charts.")

@@ -6,8 +6,7 @@ import sys
 from importlib import import_module
 
 from .commands import COMMANDS, unknown_command
-
-INTERRUPTED = 128 + signal.SIGINT  # status of what Ctrl-C has ended
+from .parser import INTERRUPTED
 
 
 def main(words: list[str] | None = None) -> int:

@@ -22,9 +22,9 @@ from ..trainer.offline.offline_config import OfflineConfig, PreferenceConfig
 from ..trainer.reward_config import RewardConfig
 from ..trainer.sft_config import SFTConfig
 from .arguments import ScriptArguments
-from .commands import TRAINING
 from .exit import one_line_errors
 from .launch import launch_options, split
+from .methods import METHODS
 from .parser import TrlParser
 
 
@@ -32,7 +32,7 @@ from .parser import TrlParser
 class PlanArguments:
     """What is planned."""
 
-    method: str = option("rloo", "Command whose options are given.", choices=tuple(TRAINING))
+    method: str = option("rloo", "Command whose options are given.", choices=tuple(METHODS))
 
 
 def main(words: list[str] | None = None) -> None:
@@ -49,7 +49,7 @@ def parser_for(words: list[str], own: type, command: str) -> TrlParser:
     parser = TrlParser(own, prog=f"trl {command}", add_help=False)
     with one_line_errors(parser):
         method = str(parser.read(words)[0].get("method", own.method))  # type: ignore[attr-defined]
-    return TrlParser((own, *TRAINING[method].make_parser().dataclass_types), prog=parser.prog)
+    return TrlParser((own, *METHODS[method].make_parser().dataclass_types), prog=parser.prog)
 
 
 def make_parser(method: str = "rloo") -> TrlParser:

@@ -3,8 +3,7 @@
 import argparse
 from pathlib import Path
 
-from .main import INTERRUPTED
-from .parser import OneLineParser
+from .parser import INTERRUPTED, OneLineParser
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 

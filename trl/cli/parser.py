@@ -6,12 +6,12 @@ import dataclasses
 import difflib
 import importlib.util
 import re
+import signal
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,6 +20,7 @@ import yaml
 from .options import Option, option_actions, option_groups, options_of
 from .values import ConversionError, convert, is_flag, is_sequence, read_config
 
+INTERRUPTED = 128 + signal.SIGINT  # status of a process that Ctrl-C has ended
 NUMBER = re.compile(r"^-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$|^-inf$")
 
 
@@ -44,8 +45,9 @@ class TrlParser(OneLineParser):
     is put into the environment first. Errors are one line and name the closest options.
 
     `dataclass_types` is one or several, without a field called `config`; their attribute
-    `legacy_options` lists old names of fields with the new ones, if there are any. `kwargs` are
-    those of `argparse.ArgumentParser`.
+    `legacy_options` lists old names of fields with the new ones, if there are any. `commands_with`
+    names the commands that have an option, for errors; `kwargs` are those of
+    `argparse.ArgumentParser`.
 
     ```python
     parser = TrlParser((ScriptArguments, RLOOConfig, ModelConfig))
@@ -53,7 +55,14 @@ class TrlParser(OneLineParser):
     ```
     """
 
-    def __init__(self, dataclass_types: Any = (), **kwargs: Any):
+    def __init__(
+        self,
+        dataclass_types: Any = (),
+        *,
+        commands_with: Callable[[str], list[str]] | None = None,
+        **kwargs: Any,
+    ):
+        self._commands_with = commands_with
         super().__init__(allow_abbrev=False, **({"usage": "%(prog)s [options]"} | kwargs))
         self._negative_number_matcher = NUMBER
         many = isinstance(dataclass_types, Iterable)
@@ -123,9 +132,10 @@ class TrlParser(OneLineParser):
         """As in `argparse`, but options may be spelled with hyphens, too."""
         words = list(sys.argv[1:] if args is None else args)
         for place, word in enumerate(words):
-            given = word.partition("=")[0]
-            if given not in option_actions(self) and self.knows(option_name(given)):
-                words[place] = f"--{option_name(given)}{word.removeprefix(given)}"
+            option = word.partition("=")[0]
+            is_option = option.startswith("--") and option not in option_actions(self)
+            if is_option and self.knows(option_name(option)):
+                words[place] = f"--{option_name(option)}{word.removeprefix(option)}"
         return super().parse_known_args(words, namespace)
 
     def read(
@@ -201,9 +211,8 @@ class TrlParser(OneLineParser):
     def _with_hint(self, name: str, legal: list[str], dashes: str) -> str:
         close = difflib.get_close_matches(name, legal, n=3, cutoff=0.6)
         hints = [f"closest: {', '.join(dashes + other for other in close)}"] if close else []
-        if self.prog.startswith("trl "):
-            # An import above would be circular: commands have parsers.
-            commands = import_module(f"{__package__}.commands").commands_with(name)
+        if self._commands_with is not None:
+            commands = self._commands_with(name)
             hints += [f"an option of `trl {'`, `trl '.join(commands)}`"] if commands else []
         words = f" ({'; '.join(hints)})" if hints else ""
         return f"{dashes}{name}{words}"

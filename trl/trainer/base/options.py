@@ -191,7 +191,7 @@ def _translate(owner: str, table: Values, old: Values, given: Values) -> dict[st
         new = table[name]
         if isinstance(new, Gone):
             if new.is_error:
-                raise TypeError(f"{owner} has no option {name!r} any more: {new.advice}.")
+                raise TypeError(f"{name}={value!r} is no option of {owner} any more: {new.advice}.")
             words.append(f"{name} has no effect{f' ({new.advice})' if new.advice else ''}")
             continue
         if given.get(new) is not None:
