@@ -146,6 +146,7 @@ OPTIONS = [
     ("SFT", {"warmup_ratio": 3}, "warmup_ratio=3 must be below 1, as a share of all steps; a number of steps is given by warmup_steps."),
     ("RLOO", {"warmup_ratio": 0.1, "warmup_steps": 3}, "RLOOConfig: both warmup_ratio and warmup_steps were given; use warmup_steps alone."),
     ("GRPO", {"adafactor": True}, "adafactor=True is no option of GRPOConfig any more: use optim='adafactor'."),
+    ("GRPO", {"adafactor": True}, "GRPOConfig has no option 'adafactor' any more: use optim='adafactor'."),
     ("Model", {"lora_target_parameters": ["w"]}, "lora_target_parameters cannot be used with lora_dropout=0.05: dropout cannot act on the input of a parameter. Set lora_dropout=0."),
 ]
 
