@@ -329,6 +329,9 @@ RUNS = [
     ({"reward_model_name_or_path": "tiny-model/model.safetensors"}, "trl rloo: error: The model 'tiny-model/model.safetensors' is a file; give the folder that it is in: 'tiny-model'."),
     ({"dataset_name": "promts"}, "trl rloo: error: --dataset_name promts: neither a local path nor a dataset that can be loaded from the hub (ConnectionError: Couldn't reach 'promts' on the Hub (OfflineModeIsEnabled)). The nearest is prompts.jsonl."),
     ({"tools": "x"}, "trl rloo: error: unknown option --tools (an option of `trl dpo`, `trl kto`)."),
+    ({"lora_r": 8, "lora_alpha": 16}, "trl rloo: error: --lora_r 8, --lora_alpha 16: no effect without an adapter, and all weights would be trained. To train an adapter, add --use_peft (use_peft in Python), or leave out lora_r, lora_alpha."),
+    ({"lora_r": 16}, "trl rloo: error: --lora_r 16: no effect without an adapter, and all weights would be trained. To train an adapter, add --use_peft "),
+    ({"lora_r": 8, "plan": "true"}, "trl rloo: error: --lora_r 8: no effect without an adapter, and all weights would be trained. To train an adapter, add --use_peft "),
 ]
 
 # --- What trainers are given: trainer, changed arguments (options in `args`) ---

@@ -11,6 +11,7 @@ import torch
 from datasets import Dataset
 from tensor_bytes import TensorBytes
 from tiny import tiny_model
+from transformers import OlmoConfig
 from workspace import write_inputs
 
 from trl.cli import memory_plan
@@ -125,7 +126,21 @@ def test_an_adapter(folder):
 
 
 def test_without_an_adapter_for_the_model_none_is_proposed(folder):
-    assert planned(folder, lora_target_modules="absent").adapter is None
+    # Of this architecture peft does not know which modules to adapt.
+    model_folder = folder / "olmo"
+    OlmoConfig(
+        vocab_size=95,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+    ).save_pretrained(model_folder)
+    assert planned(folder, model_name_or_path=model_folder).adapter is None
+
+
+def test_options_of_an_adapter_without_one_are_refused(folder):
+    with pytest.raises(ValueError, match="lora_r=16: no effect without an adapter"):
+        planned(folder, lora_r=16)
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,16 @@
 """Options that describe the model."""
 
 import sys
-import warnings
 
 import pytest
 import torch
 
-from trl.trainer.model_config import ModelConfig, get_peft_config, get_quantization_config
+from trl.trainer.model_config import (
+    ModelConfig,
+    check_adapter_options,
+    get_peft_config,
+    get_quantization_config,
+)
 
 
 def test_defaults_ask_for_a_whole_model_in_float32():
@@ -134,12 +138,16 @@ def test_eight_bits():
     assert (found.load_in_4bit, found.load_in_8bit) == (False, True)
 
 
-def test_adapter_options_without_an_adapter_are_said():
-    with pytest.warns(UserWarning, match="lora_r, use_dora: without use_peft there is no adapter"):
-        assert get_peft_config(ModelConfig(lora_r=8, use_dora=True)) is None
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert get_peft_config(ModelConfig()) is None
+def test_adapter_options_without_an_adapter_are_refused():
+    with pytest.raises(ValueError, match="lora_r=8, use_dora=True: no effect .* add --use_peft "):
+        get_peft_config(ModelConfig(lora_r=8, use_dora=True))
+    with pytest.raises(ValueError, match="lora_target_modules=.* add --use_peft "):
+        get_peft_config(ModelConfig(lora_target_modules="all-linear"))
+    # In Python a default value is no sign of use; on the command line it is.
+    assert get_peft_config(ModelConfig(lora_r=16)) is None
+    with pytest.raises(ValueError, match="^lora_r=16: no effect"):
+        check_adapter_options(ModelConfig(lora_r=16), ["model_name_or_path", "lora_r"])
+    check_adapter_options(ModelConfig(lora_r=8, use_peft=True), ["lora_r"])
 
 
 def test_the_older_name_of_the_precision():

@@ -17,7 +17,7 @@ from ..options import option
 from ..text import size
 from ..trainer.base.base_config import BaseConfig
 from ..trainer.kto_config import KTOConfig
-from ..trainer.model_config import ModelConfig, get_peft_config
+from ..trainer.model_config import ModelConfig, check_adapter_options, get_peft_config
 from ..trainer.offline.offline_config import OfflineConfig, PreferenceConfig
 from ..trainer.reward_config import RewardConfig
 from ..trainer.sft_config import SFTConfig
@@ -74,6 +74,7 @@ def build_options(parser: TrlParser, values: dict[str, Any], processes: int) -> 
         for kind in parser.dataclass_types
     )
     built = parser.build(values)
+    check_adapter_options(built[-2], values)
     if built[-2].model_name_or_path is None:
         raise ValueError("--model_name_or_path is required.")
     return built

@@ -18,7 +18,12 @@ from ..memory.settings import options_of_environment
 from ..models.loading import load_tokenizer
 from ..sources import check_model_name
 from ..text import did_you_mean
-from ..trainer.model_config import get_peft_config, get_quantization_config, tokenizer_source
+from ..trainer.model_config import (
+    check_adapter_options,
+    get_peft_config,
+    get_quantization_config,
+    tokenizer_source,
+)
 from .arguments import OnlineScriptArguments, PPOScriptArguments, ScriptArguments
 from .exit import check_output_dir, one_line_errors, rank, tell_success, warn_of_missing_ranks
 from .files import load_dataset_source
@@ -64,6 +69,7 @@ def _prepare(
     script, training, model, mixture = parser.build(values)
     if model.model_name_or_path is None:
         raise ValueError("--model_name_or_path is required.")
+    check_adapter_options(model, values)
     check_evaluation(training, mixture)
     check_model_name(model.model_name_or_path, model.model_revision)
     if rank() == 0:

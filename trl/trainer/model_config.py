@@ -1,7 +1,7 @@
 """Options that describe the model on the command line."""
 
 import re
-import warnings
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,18 @@ from ..models.loading import DTYPES
 from ..options import changed, option
 from ..text import split_names
 from .base.options import Named, check_options
+
+ADAPTER_OPTIONS = (
+    "lora_r",
+    "lora_alpha",
+    "lora_dropout",
+    "lora_target_modules",
+    "lora_target_parameters",
+    "lora_modules_to_save",
+    "lora_task_type",
+    "use_rslora",
+    "use_dora",
+)
 
 
 @dataclass
@@ -75,13 +87,12 @@ def _module_names(targets: list[str] | str | None) -> list[str] | str | None:
 
 
 def get_peft_config(model_args: ModelConfig) -> Any:
-    """Describe the LoRA adapter of the options, for which peft must be installed, if any."""
+    """Describe the LoRA adapter of the options, for which peft must be installed; None without one.
+
+    Options of an adapter without `use_peft` are a ValueError.
+    """
     if not model_args.use_peft:
-        kinds = ("lora_", "use_rslora", "use_dora")
-        names = [name for name in vars(model_args) if name.startswith(kinds)]
-        if found := changed(model_args, names):
-            words = "without use_peft there is no adapter, and all weights are trained."
-            warnings.warn(f"{found}: {words}", stacklevel=2)
+        check_adapter_options(model_args)
         return None
     same = ("lora_alpha", "lora_dropout", "use_rslora", "use_dora")
     return require("peft", "use_peft").LoraConfig(
@@ -92,6 +103,24 @@ def get_peft_config(model_args: ModelConfig) -> Any:
         modules_to_save=model_args.lora_modules_to_save,
         **{name: getattr(model_args, name) for name in same},
     )
+
+
+def check_adapter_options(model_args: ModelConfig, written: Collection[str] = ()) -> None:
+    """Refuse options of a LoRA adapter without `use_peft`, with which all weights would be trained.
+
+    These are options that differ from their default, and those `written` on the command line or in
+    its file, whatever their value.
+    """
+    if model_args.use_peft:
+        return
+    names_in_use = {*changed(model_args, ADAPTER_OPTIONS).split(", "), *written}
+    names = [name for name in ADAPTER_OPTIONS if name in names_in_use]
+    if names:
+        options = ", ".join(f"{name}={getattr(model_args, name)!r}" for name in names)
+        raise ValueError(
+            f"{options}: no effect without an adapter, and all weights would be trained. To train "
+            f"an adapter, add --use_peft (use_peft in Python), or leave out {', '.join(names)}."
+        )
 
 
 def tokenizer_source(model_args: ModelConfig) -> tuple[str, str | None]:
