@@ -148,6 +148,9 @@ OPTIONS = [
     ("GRPO", {"adafactor": True}, "adafactor=True is no option of GRPOConfig any more: use optim='adafactor'."),
     ("GRPO", {"adafactor": True}, "GRPOConfig has no option 'adafactor' any more: use optim='adafactor'."),
     ("Model", {"lora_target_parameters": ["w"]}, "lora_target_parameters cannot be used with lora_dropout=0.05: dropout cannot act on the input of a parameter. Set lora_dropout=0."),
+    ("DPO", {"label_smoothing": 1.0}, "label_smoothing=1.0 must be at least 0 and below 1."),
+    ("DPO", {"label_smoothing": -0.1}, "label_smoothing=-0.1 must be at least 0 and below 1."),
+    ("DPO", {"loss_type": "robust", "label_smoothing": 0.5}, "loss_type=robust needs label_smoothing below 0.5, not 0.5"),
 ]
 
 # --- Options that are told of, and used: configuration, options, kind and words of the warning ---
@@ -251,6 +254,9 @@ FILES = [
     ("multi_gpu: perhaps", "trl rloo: error: unexpected words: perhaps."),
     ("accelerate_config: zero22", "trl rloo: error: --accelerate_config: zero22: there is no such file, and no shipped configuration of that name (closest: zero2)."),
     ("no_shuffle_dataset: true", "trl rloo: error: c.yaml: unknown key no_shuffle_dataset (closest: shuffle_dataset). `trl rloo --help` has an example."),
+    ("max_steps: 1e-1", "trl rloo: error: --max_steps: '1e-1' is not an integer. `trl rloo --help` has an example."),
+    ("learning_rate: 1e-5x", "trl rloo: error: --learning_rate: '1e-5x' is not a number. `trl rloo --help` has an example."),
+    ("reward_weights: [1e-1, much]", "trl rloo: error: --reward_weights: 'much' is not a number. `trl rloo --help` has an example."),
 ]
 
 # --- Files for --accelerate_config: content, what is said ---

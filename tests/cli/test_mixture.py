@@ -32,6 +32,15 @@ def names(letter, count):
     return [f"{letter}{i}" for i in range(count)]
 
 
+def test_numbers_that_yaml_reads_as_text(tmp_path):
+    fields = yaml.safe_load("{limit: 1e3, weight: 1e-1}")
+    assert fields == {"limit": "1e3", "weight": "1e-1"}
+    made = DatasetMixtureConfig([entry(tmp_path, "a", 2, **fields)]).datasets[0]
+    assert (made.limit, made.weight) == (1000, 0.1)
+    with pytest.raises(ValueError, match=r"datasets\[0\]: weight: 'some' is not a number"):
+        DatasetMixtureConfig([entry(tmp_path, "a", 2, weight="some")])
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 def test_datasets_are_concatenated_in_order(tmp_path, streaming):
     entries = [entry(tmp_path, "a", 3), entry(tmp_path, "b", 2)]

@@ -417,3 +417,41 @@ def test_keys_of_a_file_are_named_with_it(tmp_path):
     found = parser.unknown([*words, *as_words(others)])
     expected = f"unknown option --x; {path}: unknown keys betta (closest: beta), y."
     assert found == expected
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_file_may_write_every_number_as_yaml_reads_text(tmp_path, method):
+    """YAML 1.1 takes 1e1 for text."""
+    kinds = getattr(trl, f"{method}Config"), ModelConfig
+    parser = TrlParser(kinds, prog="trl")
+    numbers = {}
+    for kind in kinds:
+        for name, annotation in typing.get_type_hints(kind).items():
+            types = {typing.get_origin(member) or member for member in members(annotation)}
+            if name in parser.names and types & {int, float} and str not in types:
+                numbers[name] = int if int in types else float
+    assert {"learning_rate", "max_steps", "save_total_limit", "lora_dropout"} < set(numbers)
+    path = tmp_path / "c.yaml"
+    path.write_text("".join(f"{name}: 1e1\n" for name in numbers))
+    assert yaml.safe_load(path.read_text()) == dict.fromkeys(numbers, "1e1")
+    values, _, _ = parser.read(["--config", str(path)])
+    assert {name: type(value) for name, value in values.items()} == numbers
+    assert set(values.values()) == {10}
+
+
+@pytest.mark.parametrize(
+    ("words", "text", "expected"),
+    [
+        (["--loss_type", "ipo"], "", ["ipo"]),
+        (["--loss_type", "sigmoid", "sft"], "", ["sigmoid", "sft"]),
+        ([], "loss_type: ipo", ["ipo"]),
+        ([], "loss_type: [sigmoid, sft]\nloss_weights: [1e-1, 1]", ["sigmoid", "sft"]),
+        (["--loss_type", "hinge"], "loss_type: [sigmoid, sft]", ["hinge"]),
+    ],
+)
+def test_one_loss_or_several(tmp_path, words, text, expected):
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    (config,) = parse(["--config", str(path), *words], trl.DPOConfig)
+    assert config.loss_type == expected
+    assert sum(config.losses.values()) == (1.1 if "loss_weights" in text else len(expected))

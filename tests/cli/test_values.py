@@ -51,6 +51,18 @@ class When(Enum):
         ("red", Color | str, "red"),
         (False, When | str, "no"),  # what YAML makes of the word no
         (3.0, int, 3),
+        # YAML 1.1 reads these numbers as text.
+        ("1e-5", float | None, 1e-5),
+        ("1e3", int, 1000),
+        ("1.5e1", int | None, 15),
+        (["1e-1", 2, "3"], list[float] | None, [0.1, 2.0, 3.0]),
+        (["-1e1", "1e1"], tuple[float, float] | None, (-10.0, 10.0)),
+        ({"a": "1e-6", "b": [{"c": "2e1"}]}, dict | str | None, {"a": 1e-6, "b": [{"c": 20.0}]}),
+        ({"a": "1e-6"}, dict[str, float], {"a": 1e-6}),
+        ({"a": "1"}, dict[str, Any], {"a": "1"}),  # in quotes
+        ({"revision": "12345e6"}, dict, {"revision": "12345e6"}),  # of a commit
+        ('{"a": "1e-6"}', dict, {"a": "1e-6"}),
+        ("1e5", str | None, "1e5"),
         ("path.json", dict | str | None, "path.json"),
         (' {"a": null}', dict | str | None, {"a": None}),
         ("2", typing.Union[int, None], 2),  # noqa: UP007
@@ -68,6 +80,8 @@ def test_conversions(value, annotation, expected):
         ("1.5", int, "not an integer"),
         (1.5, int, "not an integer"),
         (True, int, "not an integer"),
+        ("1e-1", int, "'1e-1' is not an integer"),
+        ({"a": "x"}, dict[str, float], "'x' is not a number"),
         ("maybe", bool, "neither true nor false"),
         ("nan", float, "NaN"),
         (["1"], tuple[float, float], "2 values are needed, not 1"),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import typing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from ..data.supervised import SOURCE_COLUMN
 from ..text import count
 from .data_files import check_encoding, naming_files
 from .files import is_saved, load_dataset_source
+from .values import ConversionError, convert
 
 # All processes of a run, and a continued run, must keep the same rows for evaluation.
 SPLIT_SEED = 0
@@ -98,12 +100,25 @@ def _entry(place: int, entry: Any) -> DatasetConfig:
         if unknown or "path" not in entry:
             problem = f"unknown field {unknown[0]!r}" if unknown else "no path"
             raise ValueError(f"datasets[{place}]: {problem}; fields are {', '.join(legal)}.")
-        entry = DatasetConfig(**entry)
+        entry = DatasetConfig(**_with_numbers(place, entry))
     for name, least in (("weight", 0), ("limit", 1)):
         value = getattr(entry, name)
         if value is not None and (value < least or value == 0):
             raise ValueError(f"datasets[{place}]: {name} must be above 0, not {value}.")
     return entry
+
+
+def _with_numbers(place: int, entry: dict[str, Any]) -> dict[str, Any]:
+    """Convert numbers that YAML reads as text, such as 1e3; a ValueError names what is none."""
+    types = typing.get_type_hints(DatasetConfig)
+    numbers = {}
+    for name in ("fraction", "limit", "weight"):
+        if name in entry:
+            try:
+                numbers[name] = convert(entry[name], types[name])
+            except ConversionError as error:
+                raise ValueError(f"datasets[{place}]: {name}: {error}.") from None
+    return entry | numbers
 
 
 def get_dataset(mixture_config: DatasetMixtureConfig) -> DatasetDict | IterableDatasetDict:

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import types
 import typing
 from enum import Enum
@@ -15,6 +16,9 @@ WORDS = dict.fromkeys(("true", "t", "yes", "y", "1", "on"), True)
 WORDS |= dict.fromkeys(("false", "f", "no", "n", "0", "off"), False)
 NONE = ("none", "null")
 NUMBERS = {int: "an integer", float: "a number"}
+# Numbers that YAML 1.1 reads as text, because they have no point or no sign: 1e-5, 1.5e3. Longer
+# ones may be names, such as the abbreviated commit 12345e6.
+SCIENTIFIC = re.compile(r"[-+]?\d{1,3}(\.\d*)?[eE][-+]?\d{1,2}")
 
 
 class ConversionError(ValueError):
@@ -92,7 +96,9 @@ def _to(value: Any, member: Any) -> Any:
         return _one_of(value, typing.get_args(member))
     if base in NUMBERS:
         return _number(value, base, NUMBERS[base])
-    simple = {bool: _bool, str: _str, dict: _dict}
+    if base is dict:
+        return _dict(value, member)
+    simple = {bool: _bool, str: _str}
     if base in simple:
         return simple[base](value)
     if isinstance(base, type) and issubclass(base, Enum):
@@ -109,15 +115,18 @@ def _bool(value: Any) -> bool:
 
 def _number(value: Any, kind: type[int] | type[float], noun: str) -> Any:
     try:
-        is_cut = kind is int and isinstance(value, float) and not value.is_integer()
+        number = value
+        if kind is int and isinstance(value, str) and SCIENTIFIC.fullmatch(value):
+            number = float(value)  # such as 1e3
+        is_cut = kind is int and isinstance(number, float) and not number.is_integer()
         if isinstance(value, bool) or is_cut:
             raise ValueError
-        found = kind(value)
+        number = kind(number)
     except (ValueError, TypeError):
         raise ConversionError(f"{value!r} is not {noun}") from None
-    if math.isnan(found):
+    if math.isnan(number):
         raise ConversionError("NaN is not allowed")
-    return found
+    return number
 
 
 def _str(value: Any) -> str:
@@ -126,16 +135,36 @@ def _str(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _dict(value: Any) -> dict[str, Any]:
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
-            kind = DecisiveError if value.lstrip().startswith("{") else ConversionError
-            raise kind(f"{value!r} is not a JSON object ({error})") from None
+def _dict(value: Any, member: Any) -> dict[str, Any]:
+    if isinstance(value, str):  # JSON, which tells numbers from text
+        return _json_object(value)
+    if not isinstance(value, dict):
+        raise ConversionError(f"{value!r} is not a mapping")
+    _, entry_type = typing.get_args(member) or (str, Any)
+    if entry_type is Any:
+        return {name: _with_numbers(entry) for name, entry in value.items()}
+    return {name: convert(entry, entry_type) for name, entry in value.items()}
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        kind = DecisiveError if text.lstrip().startswith("{") else ConversionError
+        raise kind(f"{text!r} is not a JSON object ({error})") from None
     if not isinstance(value, dict):
         raise ConversionError(f"{value!r} is not a mapping")
     return value
+
+
+def _with_numbers(value: Any) -> Any:
+    """Read text such as 1e-5 as a number, at any depth of what YAML made without a type."""
+    if isinstance(value, dict):
+        return {name: _with_numbers(entry) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [_with_numbers(entry) for entry in value]
+    is_number = isinstance(value, str) and SCIENTIFIC.fullmatch(value)
+    return float(value) if is_number else value
 
 
 def _one_of(value: Any, choices: tuple[Any, ...]) -> Any:
