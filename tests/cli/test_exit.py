@@ -130,6 +130,11 @@ def test_debugging_shows_the_trace(tmp_path, monkeypatch):
         (OSError(28, "No space left on device"), "[Errno 28] No space left on device"),
         (KeyError("x"), "KeyError: 'x'"),
         (RuntimeError(), "RuntimeError"),
+        (
+            ValueError("x differs:\n  - a: 1\n  - b:  2\nSet\n c."),
+            "x differs:\n  - a: 1\n  - b: 2\nSet c.",
+        ),
+        (ValueError("- a\nb"), "- a b"),
     ],
 )
 def test_an_error_in_one_line(error, text):
@@ -153,6 +158,23 @@ def test_an_error_in_one_line(error, text):
 )
 def test_options_are_spelled_as_on_the_command_line(text, shown):
     assert as_command_line(text, PARSER.names) == shown
+
+
+def test_settings_that_changed_since_a_checkpoint_have_a_line_each(tmp_path, capsys):
+    make_trainer(tmp_path, save_strategy="steps", save_steps=1, max_steps=1).train()
+    trainer = make_trainer(tmp_path, temperature=0.5, seed=7, learning_rate=0.25)
+    capsys.readouterr()
+    with pytest.raises(SystemExit), one_line_errors(rloo.make_parser()):
+        trainer.find_checkpoint(True)
+    folder = tmp_path / "checkpoint-1"
+    first, *changes, last = capsys.readouterr().err.splitlines()
+    assert first.endswith(f"error: {folder} was written by a run with other settings:")
+    assert changes == [
+        "  - learning_rate: 0.1 in the checkpoint, 0.25 now",
+        "  - seed: 42 in the checkpoint, 7 now",
+        "  - temperature: 1.0 in the checkpoint, 0.5 now",
+    ]
+    assert last == "Restore them, or accept the changes with --resume_with_changes true."
 
 
 def test_success_says_where_the_model_is(tmp_path, capsys):

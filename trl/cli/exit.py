@@ -74,10 +74,30 @@ def one_line_errors(parser: OneLineParser, trainer: "Trainer | None" = None) -> 
 
 
 def describe(error: BaseException) -> str:
-    """An error in one line, with its kind if the words alone do not say what it is."""
-    text = " ".join(str(error).split())
+    """An error in one line, with its kind if the words alone do not say what it is.
+
+    A list in it keeps a line for each entry, and what follows the list begins a line.
+    """
+    text = _joined_lines(str(error))
     plain = isinstance(error, USER_ERRORS)
     return text if plain and text else f"{type(error).__name__}: {text}".rstrip(": ")
+
+
+def _joined_lines(text: str) -> str:
+    """Join the lines of a text, except for entries of a list, which begin with a hyphen."""
+    lines: list[str] = []
+    continues = False
+    for line in filter(None, map(str.strip, text.splitlines())):
+        line = " ".join(line.split())
+        is_entry = bool(lines) and line.startswith("- ")
+        if is_entry:
+            lines.append(f"  {line}")
+        elif continues:
+            lines[-1] += f" {line}"
+        else:
+            lines.append(line)
+        continues = not is_entry
+    return "\n".join(lines)
 
 
 def as_command_line(text: str, names: Iterable[str]) -> str:

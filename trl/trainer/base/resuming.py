@@ -193,12 +193,15 @@ def fingerprint(weights: dict[str, Tensor]) -> str:
 
 
 def differences(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
-    """Name what differs; what only one of the two knows of does not count, and no secret does."""
+    """Describe each difference, in the order of names.
+
+    What only one of the two knows of does not count, and no secret does.
+    """
     # Earlier releases wrote secrets into checkpoints, and infinity as JSON does not know it.
     before, now = (json_values(without_secrets(settings)) for settings in (saved, current))
     return [
         f"{name}: {_short(before[name])} in the checkpoint, {_short(value)} now"
-        for name, value in now.items()
+        for name, value in sorted(now.items())
         if name in before and before[name] != value
     ]
 
