@@ -9,7 +9,13 @@ from typing import Any
 import torch
 from datasets import Dataset, IterableDataset
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, set_seed
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+    TrainingArguments,
+    set_seed,
+)
 from transformers.utils import logging
 
 from ...data.formats import refuse_media_columns
@@ -194,13 +200,20 @@ def check_dataset(name: str, dataset: Any) -> None:
 
 
 def checked_args(model: Any, args: Any, config_class: type[BaseConfig], method: str = "") -> Any:
-    """The options of a run, by default with an output folder named after model and method."""
+    """Return the configuration of a run, made from plain `TrainingArguments` if it is given those.
+
+    By default the output folder is named after model and method.
+    """
     if (warning := beyond_tested("transformers")) is not None:
         logger.warning_once(warning)
     config = getattr(model, "config", None)
     name = model if isinstance(model, str) else getattr(config, "name_or_path", "")
     if args is None:
         args = config_class(f"{name.rstrip('/').split('/')[-1]}-{method.replace(' ', '')}")
+    if isinstance(args, TrainingArguments) and not isinstance(args, BaseConfig):
+        from .plain_arguments import config_of  # few runs need it
+
+        args = config_of(args, config_class)
     if not isinstance(args, config_class):
         raise TypeError(
             f"args must be an instance of {config_class.__name__}, not of {type(args).__name__}."
