@@ -6,7 +6,12 @@ import re
 import sys
 from collections.abc import Callable, Iterable
 from functools import cache
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import (
+    PackageNotFoundError,
+    packages_distributions,
+    requires,
+    version,
+)
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -33,6 +38,24 @@ TESTED = {"transformers": ("5.17", "5.23")}
 def is_available(module: str) -> bool:
     """Whether `module` can be imported, without importing it."""
     return importlib.util.find_spec(module) is not None
+
+
+def is_at_least(module: str, min_version: str) -> bool:
+    """Whether the installed package of a module is `min_version`, such as "0.5.0", or newer.
+
+    Raises:
+        ValueError: if `min_version` is no version.
+    """
+    from packaging.version import InvalidVersion, Version  # few runs need it
+
+    try:
+        oldest = Version(min_version)
+    except InvalidVersion:
+        raise ValueError(f"min_version={min_version!r} must be a version, such as '1.2'.") from None
+    # Distributions may have another name than their module, such as pillow with PIL.
+    names = packages_distributions().get(module, [module])
+    installed = version_of(names[0], "")
+    return bool(installed) and Version(installed) >= oldest
 
 
 def version_of(package: str, otherwise: str = "unknown") -> str:
