@@ -338,6 +338,9 @@ RUNS = [
     ({"lora_r": 8, "lora_alpha": 16}, "trl rloo: error: --lora_r 8, --lora_alpha 16: no effect without an adapter, and all weights would be trained. To train an adapter, add --use_peft (use_peft in Python), or leave out lora_r, lora_alpha."),
     ({"lora_r": 16}, "trl rloo: error: --lora_r 16: no effect without an adapter, and all weights would be trained. To train an adapter, add --use_peft "),
     ({"lora_r": 8, "plan": "true"}, "trl rloo: error: --lora_r 8: no effect without an adapter, and all weights would be trained. To train an adapter, add --use_peft "),
+    ({"eval_strategy": "steps"}, "trl rloo: error: --eval_strategy steps: there is no split 'test' to evaluate on; the dataset has train. Set --test_split_size 0.1 to keep a share of the rows to train on, or name another split with --dataset_test_split."),
+    ({"warmup_ratio": 3}, "trl rloo: error: --warmup_ratio 3 must be below 1, as a share of all steps; a number of steps is given by warmup_steps."),
+    ({"warmup_ratio": 0.1, "warmup_steps": 3}, "trl rloo: error: RLOOConfig: both warmup_ratio and warmup_steps were given; use warmup_steps alone."),
 ]
 
 # --- What trainers are given: trainer, changed arguments (options in `args`) ---

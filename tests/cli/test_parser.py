@@ -455,3 +455,16 @@ def test_one_loss_or_several(tmp_path, words, text, expected):
     (config,) = parse(["--config", str(path), *words], trl.DPOConfig)
     assert config.loss_type == expected
     assert sum(config.losses.values()) == (1.1 if "loss_weights" in text else len(expected))
+
+
+@pytest.mark.parametrize("in_file", [False, True])
+def test_options_of_earlier_releases_of_transformers(tmp_path, in_file):
+    words = ["--warmup_ratio", "0.1", "--overwrite_output_dir"]
+    if in_file:
+        path = tmp_path / "c.yaml"
+        path.write_text("warmup_ratio: 1e-1\noverwrite_output_dir: true\n")
+        words = ["--config", str(path)]
+    with pytest.warns(FutureWarning, match="warmup_ratio is now warmup_steps; overwrite_output"):
+        (config,) = parse(words, trl.SFTConfig)
+    assert config.warmup_steps == 0.1 and config.get_warmup_steps(100) == 10
+    assert config.output_dir == "out"

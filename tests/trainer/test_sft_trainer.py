@@ -1,10 +1,12 @@
 """What one step of supervised fine-tuning computes, whatever the rows are laid out like."""
 
+import copy
 import itertools
 
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
+from peft import PromptTuningConfig, get_peft_model
 from sft_runs import (
     EOS,
     PAIRS,
@@ -20,9 +22,9 @@ from sft_runs import (
     weights,
 )
 from tiny import save_tiny, tiny_model, tiny_tokenizer
-from transformers import TrainingArguments
 
 from trl.data.encode import TextEncoder
+from trl.trainer.dpo_config import DPOConfig
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
@@ -441,8 +443,8 @@ def test_what_cannot_be_used_is_said_at_once(tmp_path, make, error, words):
 
 
 def test_options_of_another_class_are_refused(tmp_path):
-    args = TrainingArguments(str(tmp_path), use_cpu=True)
-    with pytest.raises(TypeError, match="must be an instance of SFTConfig, not of TrainingArgum"):
+    args = DPOConfig(str(tmp_path), use_cpu=True)
+    with pytest.raises(TypeError, match="must be an instance of SFTConfig, not of DPOConfig"):
         SFTTrainer(tiny_model(), args, train_dataset=pairs(), processing_class=tiny_tokenizer())
     with pytest.raises(ValueError, match="train_dataset is required"):
         SFTTrainer(tiny_model(), config(tmp_path), processing_class=tiny_tokenizer())
@@ -456,3 +458,45 @@ def test_tokenized_rows_with_labels(tmp_path):
     assert masks == [[False, True, False], [False, True]]
     trainer.train()
     assert logged(trainer, "num_tokens") == [4]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A model that predicts some of the targets of `PAIRS`."""
+    folder = tmp_path_factory.mktemp("trained")
+    trainer = make_trainer(folder, max_steps=30, learning_rate=0.02, optim="adamw_torch")
+    trainer.train()
+    return trainer.model
+
+
+@pytest.mark.parametrize("split", ["one micro-batch", "padded rows", "single rows"])
+def test_virtual_tokens_do_not_count(tmp_path, trained, split):
+    """Prompt tuning puts tokens before each row, which are neither targets nor predictions."""
+    tuning = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model = get_peft_model(copy.deepcopy(trained), tuning)
+    reference = by_hand_with_virtual_tokens(model)
+    assert 0.1 < reference[2] < 1
+    trainer = make_trainer(tmp_path, model=model, eval_dataset=pairs(), **SPLITS[split])
+    evaluated = trainer.evaluate()
+    trainer.train()
+    names = ("loss", "entropy", "mean_token_accuracy")
+    assert [evaluated[f"eval_{name}"] for name in names] == pytest.approx(reference, rel=1e-5)
+    assert [logged(trainer, name)[0] for name in names] == pytest.approx(reference, rel=1e-5)
+
+
+def by_hand_with_virtual_tokens(model):
+    """Mean loss, entropy and share of hits, from embeddings that are put together here."""
+    embed = model.get_base_model().get_input_embeddings()
+    virtual = model.get_prompt(batch_size=1)[0].detach()
+    loss, entropy, hits, count = 0.0, 0.0, 0, 0
+    for ids, first in (encoded(*pair) for pair in PAIRS):
+        states = torch.cat([virtual, embed(torch.tensor(ids))])[None]
+        with torch.no_grad():
+            logps = model.get_base_model()(inputs_embeds=states).logits[0].log_softmax(-1)
+        for place in range(max(first, 1), len(ids)):
+            row = logps[len(virtual) + place - 1]
+            loss -= float(row[ids[place]])
+            entropy -= float((row.exp() * row).sum())
+            hits += int(row.argmax()) == ids[place]
+            count += 1
+    return [loss / count, entropy / count, hits / count]
