@@ -49,7 +49,8 @@ def test_names_of_earlier_releases():
         make(label_pad_token_id=-100)
     for name in ("padding_free", "use_logits_to_keep", "use_liger_loss"):
         assert getattr(make(**{name: True}), name)
-    with pytest.raises(TypeError, match="no option of DPOConfig any more: write them into the column"):
+    message = "no option of DPOConfig any more: write them into the column"
+    with pytest.raises(TypeError, match=message):
         make(tools=[1])
 
 
