@@ -18,7 +18,7 @@ BRANCHES = (
     *(ast.comprehension, ast.match_case),
 )
 
-LOADED = 85  # modules that `from trl import RLOOTrainer` may load
+LOADED = 88  # modules that `from trl import RLOOTrainer` may load
 
 
 @dataclass(frozen=True)

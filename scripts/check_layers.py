@@ -1,7 +1,7 @@
 """Fail when a module imports what it must not.
 
 Layers import only from themselves and from layers below. Imports inside functions count, and so do
-names of modules in strings, which are imported later.
+module names in strings, which are imported later.
 """
 
 from __future__ import annotations
@@ -13,14 +13,18 @@ from pathlib import Path
 
 from structure import imported, named_modules
 
+# Top-level modules that any layer above `ops` and `types` may use.
+MESSAGES = {"imports", "number_format", "suggestions", "transcripts"}
 # For each part of the package: the parts it may import, besides itself.
 ALLOWED = {
     "torch_internals": set(),
     "ops": {"torch_internals"},
     "types": set(),
-    "imports": {"text"},
+    "imports": {"suggestions"},
+    "number_format": set(),
+    "suggestions": set(),
+    "transcripts": set(),
     "random_numbers": set(),
-    "text": set(),
     "options": set(),
     "timed_calls": set(),
     "process_group": set(),
@@ -28,93 +32,168 @@ ALLOWED = {
     "json_files": set(),
     "redaction": set(),
     "sources": set(),
-    "rewards": {"imports", "text"},
-    "data": {"ops", "types", "imports", "text"},
-    "distributed": {"ops", "types", "imports", "text", "timed_calls", "torch_internals"},
+    "rewards": MESSAGES,
+    "data": {"ops", "types"} | MESSAGES,
+    "distributed": {"ops", "types", "timed_calls", "torch_internals"} | MESSAGES,
     "models": {
-        *("ops", "types", "imports", "text", "data", "distributed", "torch_internals", "sources"),
-    },
+        "data",
+        "distributed",
+        "ops",
+        "sources",
+        "torch_internals",
+        "types",
+    }
+    | MESSAGES,
     "memory": {
-        *("ops", "types", "imports", "text", "data", "distributed", "models"),
-        *("options", "random_numbers", "json_files", "torch_internals"),
-    },
+        "data",
+        "distributed",
+        "json_files",
+        "models",
+        "ops",
+        "options",
+        "random_numbers",
+        "torch_internals",
+        "types",
+    }
+    | MESSAGES,
     "generation": {
-        *("ops", "types", "imports", "text", "data", "distributed", "models", "memory"),
-        *("options", "random_numbers", "progress", "timed_calls", "torch_internals", "json_files"),
-    },
+        "data",
+        "distributed",
+        "json_files",
+        "memory",
+        "models",
+        "ops",
+        "options",
+        "progress",
+        "random_numbers",
+        "timed_calls",
+        "torch_internals",
+        "types",
+    }
+    | MESSAGES,
     "online": {
-        *("ops", "types", "imports", "text", "data", "distributed", "models"),
-        *("rewards", "timed_calls", "json_files", "sources"),
-    },
+        "data",
+        "distributed",
+        "json_files",
+        "models",
+        "ops",
+        "rewards",
+        "sources",
+        "timed_calls",
+        "types",
+    }
+    | MESSAGES,
     "trainer": {
-        *("ops", "types", "imports", "text", "data", "distributed", "models", "memory"),
-        *("generation", "online", "rewards", "random_numbers", "progress"),
-        *("options", "process_group", "json_files", "redaction", "sources"),
-    },
+        "data",
+        "distributed",
+        "generation",
+        "json_files",
+        "memory",
+        "models",
+        "online",
+        "ops",
+        "options",
+        "process_group",
+        "progress",
+        "random_numbers",
+        "redaction",
+        "rewards",
+        "sources",
+        "types",
+    }
+    | MESSAGES,
     "cli": {
-        *("imports", "options", "text", "trainer", "data", "models", "online", "rewards", "memory"),
+        "data",
         "generation",  # by name, for vLLM's own server
-        *("process_group", "json_files", "redaction", "sources"),
-    },
+        "json_files",
+        "memory",
+        "models",
+        "online",
+        "options",
+        "process_group",
+        "redaction",
+        "rewards",
+        "sources",
+        "trainer",
+    }
+    | MESSAGES,
     "scripts": {"imports", "trainer", "cli"},
     "__main__": {"cli"},
 }
 FACADES = {"chat_template_utils", "data_utils", "import_utils"}
 TORCH_ONLY = {"ops", "torch_internals", "types"}
-OPTIONAL = {"vllm", "peft", "deepspeed", "liger_kernel", "bitsandbytes", "wandb", "trackio",
-            "math_verify", "matplotlib", "rich"}  # fmt: skip
-# Names of trainers, alone or in front of others; "supported" and "endpoint" hold two of them.
+OPTIONAL = {
+    "bitsandbytes",
+    "deepspeed",
+    "liger_kernel",
+    "math_verify",
+    "matplotlib",
+    "peft",
+    "rich",
+    "trackio",
+    "vllm",
+    "wandb",
+}
+# Names of algorithms. The lookbehind spares "supported" and "endpoint", which contain two of them.
 ALGORITHMS = re.compile("(?<![a-z])(rloo|grpo|ppo|dpo|kto|sft)|online[ _]?dpo")
 
 
 def main(root: Path) -> int:
     """Check every module below `root`; return the number of violations."""
-    problems = []
+    violations = []
     for path in sorted(root.rglob("*.py")):
-        problems += check(path, root)
-    for problem in problems:
-        print(problem)
-    print(f"check_layers: {len(problems)} violations")
-    return len(problems)
+        violations += check(path, root)
+    for violation in violations:
+        print(violation)
+    print(f"check_layers: {len(violations)} violations")
+    return len(violations)
 
 
 def check(path: Path, root: Path) -> list[str]:
-    """Return what is wrong in one module."""
+    """Return the violations in one module."""
     relative = path.relative_to(root)
     part = relative.parts[0].removesuffix(".py")
-    text = path.read_text(encoding="utf-8")
+    source = path.read_text(encoding="utf-8")
     if part == "__init__" or part in FACADES:
         return []
-    problems = []
-    tree = ast.parse(text)
+    violations = []
+    tree = ast.parse(source)
     for line, module in [*imported(tree, relative), *named_modules(tree)]:
-        where = f"{path}:{line}: "
-        if module.split(".")[0] == "trl":
-            target = [*module.split("."), ""][1]
-            if target in FACADES:
-                problems.append(f"{where}imports the facade {target}")
-            elif target and target != part and target not in ALLOWED.get(part, set()):
-                problems.append(f"{where}{part} must not import {target}")
-        elif module.split(".")[0] in OPTIONAL:
-            problems.append(f"{where}{module} is optional: use trl.imports.require")
-        elif part in TORCH_ONLY and not _is_plain(module):
-            problems.append(f"{where}{part} imports torch and the standard library only")
-    return problems + _named_algorithms(relative, text, path)
+        problem = _forbidden_import(part, module)
+        if problem is not None:
+            violations.append(f"{path}:{line}: {problem}")
+    return violations + _named_algorithms(relative, source, path)
 
 
-def _is_plain(module: str) -> bool:
-    top = module.split(".")[0]
-    return top in ("torch", "__future__") or top in sys.stdlib_module_names
+def _forbidden_import(part: str, module: str) -> str | None:
+    """Return why a part of the package must not import a module; None if it may."""
+    package, *submodules = module.split(".")
+    if package == "trl":
+        target = submodules[0] if submodules else ""
+        if target in FACADES:
+            return f"imports the facade {target}"
+        if target and target != part and target not in ALLOWED.get(part, set()):
+            return f"{part} must not import {target}"
+    elif package in OPTIONAL:
+        return f"{module} is optional: use trl.imports.require"
+    elif part in TORCH_ONLY and not _is_torch_or_standard(package):
+        return f"{part} imports torch and the standard library only"
+    return None
 
 
-def _named_algorithms(relative: Path, text: str, path: Path) -> list[str]:
-    skeleton = ("generation",), ("online",), ("trainer", "online")
-    if relative.parts[:1] not in skeleton and relative.parts[:2] not in skeleton:
+def _is_torch_or_standard(package: str) -> bool:
+    return package in ("torch", "__future__") or package in sys.stdlib_module_names
+
+
+def _named_algorithms(relative: Path, source: str, path: Path) -> list[str]:
+    """Return mentions of algorithms in code that all online algorithms share."""
+    shared_code = ("generation",), ("online",), ("trainer", "online")
+    if relative.parts[:1] not in shared_code and relative.parts[:2] not in shared_code:
         return []
     return [
-        f"{path}:{number}: names the algorithm {found[0]}"
-        for number, line in enumerate(text.lower().splitlines(), 1)
-        for found in ALGORITHMS.finditer(line)
+        f"{path}:{number}: names the algorithm {match[0]}"
+        for number, line in enumerate(source.lower().splitlines(), 1)
+        for match in ALGORITHMS.finditer(line)
     ]
 
 

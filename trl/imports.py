@@ -15,7 +15,7 @@ from importlib.metadata import (
 from types import ModuleType
 from typing import Any, NoReturn
 
-from .text import did_you_mean
+from .suggestions import did_you_mean
 
 EXTRAS = {
     "bitsandbytes": "quantization",
@@ -163,7 +163,7 @@ def refuse(name: str, known: Iterable[str]) -> NoReturn:
     trainers = ", ".join(x for x in known if x.endswith("Trainer"))
     others = f" It is not part of this release, whose trainers are {trainers}."
     # Names of other methods of Hugging Face TRL differ in a letter or two from those that are here.
-    hint = did_you_mean(name, known, others, closeness=0.92)
+    hint = did_you_mean(name, known, others, cutoff=0.92)
     message = f"module 'trl' has no attribute {name!r}.{hint}"
     from_trl_import = sys._getframe(2).f_code.co_name == "_handle_fromlist"
     if from_trl_import and not is_available(f"trl.{name}"):

@@ -20,7 +20,7 @@ from trl.memory.plan import (
     table,
 )
 from trl.memory.settings import RunSettings, Sharding
-from trl.text import size
+from trl.number_format import format_bytes
 
 SIZE = model_size(tiny_model("llama", max_position_embeddings=4096).config)
 RUN = RunSettings(4, 200, 50, 4, slices=2, accumulation=2, on_cpu=True)
@@ -231,8 +231,8 @@ def test_phases_show_every_part_and_its_sum():
     assert heading[-1] == "total"
     for name, parts in plan.estimate.phases.items():
         row = cells(phases, name)[1:]
-        assert row[0] == row[1] == size(parts.weights)
-        assert row[-1] == size(parts.total)
+        assert row[0] == row[1] == format_bytes(parts.weights)
+        assert row[-1] == format_bytes(parts.total)
     assert "reference" not in sections(Plan(TINY, SHORT, 1e9))[1]
 
 
@@ -240,7 +240,7 @@ def test_the_peak_is_compared_with_the_device():
     plan = Plan(TINY, SHORT, 1e9)
     phase = max(plan.estimate.phases, key=lambda name: plan.estimate.phases[name].total)
     assert sections(plan)[2] == (
-        f"Peak: {size(plan.estimate.peak)}, in {phase}; fits in 900 MB of a device of 1 GB "
+        f"Peak: {format_bytes(plan.estimate.peak)}, in {phase}; fits in 900 MB of a device of 1 GB "
         "(10% is left free)."
     )
     assert "does not fit in 90 kB" in sections(Plan(TINY, SHORT, 1e5))[2]
@@ -264,7 +264,7 @@ def test_changes_are_differences():
     saved = plan.estimate.phases["optimizer"].total - without.phases["optimizer"]
     row = cells(shown, "beta=0")
     assert row[1].startswith("-")
-    assert row[2:] == [row[2], "gone", row[4], f"-{size(saved)}", "no KL penalty"]
+    assert row[2:] == [row[2], "gone", row[4], f"-{format_bytes(saved)}", "no KL penalty"]
     assert cells(shown, "shared_prefix=false")[-1] == "="  # the optimizer does not see it
 
 

@@ -18,7 +18,7 @@ from trl.online.reports import (
     print_table,
     tracker_rows,
 )
-from trl.text import as_text
+from trl.transcripts import transcript
 from trl.types import Prompts, RewardTable
 
 NAN = torch.nan
@@ -219,8 +219,8 @@ def test_values_json_does_not_have_are_written_as_text(tmp_path):
 
 def test_messages_are_shown_with_their_roles(capsys):
     chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "hi"}]
-    assert as_text(chat) == "system: s\nuser: hi"
-    assert as_text("text") == "text"
+    assert transcript(chat) == "system: s\nuser: hi"
+    assert transcript("text") == "text"
     print_table([record(prompt=chat, advantage=None)], step=1, count=None)
     shown = capsys.readouterr().out
     assert "user: hi" in shown

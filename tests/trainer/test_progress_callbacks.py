@@ -12,8 +12,8 @@ from rich.console import Console
 from transformers import TrainerControl, TrainerState
 from transformers.utils import logging
 
+from trl.number_format import format_metric
 from trl.progress import begin, finish
-from trl.text import three_digits
 from trl.trainer.progress_callbacks import PlainProgressCallback, RichProgressCallback
 from trl.trainer.rloo_config import RLOOConfig
 
@@ -208,8 +208,8 @@ def test_logged_values_stay_above_one_live_line(tmp_path, monkeypatch):
         assert re.fullmatch(pattern, line), (line, pattern)
     assert "\x1b" in output, "it is a terminal"
     for log, line in zip(trainer.state.log_history[:1], shown, strict=False):
-        assert f"kl {three_digits(log['kl'])}  " in line
-        assert f"reward {three_digits(log['reward'])}  " in line
+        assert f"kl {format_metric(log['kl'])}  " in line
+        assert f"reward {format_metric(log['reward'])}  " in line
 
 
 def test_accuracy_is_shown_where_there_is_no_reward(tmp_path, capsys):

@@ -8,7 +8,7 @@ from pydoc import locate
 from typing import Any
 
 from ..imports import check_versions
-from ..text import did_you_mean
+from ..suggestions import did_you_mean
 from .methods import METHODS, Method
 from .options import class_from_source, option_actions, short_help
 from .parser import TrlParser, as_words, launch_option_names, required

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ..imports import require
-from ..text import as_text, fixed
+from ..number_format import format_fixed
+from ..transcripts import transcript
 from .parser import OneLineParser
 
 MOST_STEPS = 8  # that are listed one by one
@@ -95,11 +96,16 @@ def show(records: list[dict[str, Any]]) -> None:
         table.add_column(name, overflow="fold")
     for _, group in groupby(records, key=lambda r: (r["step"], r.get("round"), r["group"])):
         for place, record in enumerate(group):
-            prompt = "  same" if place else as_text(record["prompt"])
-            cells = [str(record["step"]), prompt, as_text(record["completion"]), record["finish"]]
+            prompt = "  same" if place else transcript(record["prompt"])
+            cells = [
+                str(record["step"]),
+                prompt,
+                transcript(record["completion"]),
+                record["finish"],
+            ]
             numbers = [record["rewards"].get(name) for name in names]
             for number in (*numbers, record["reward"], record["advantage"]):
-                cells.append("-" if number is None else fixed(number, 3))
+                cells.append("-" if number is None else format_fixed(number, 3))
             table.add_row(*map(text, cells))
         table.add_section()
     console = require("rich.console", "trl completions").Console()

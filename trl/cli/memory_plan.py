@@ -13,8 +13,8 @@ from ..memory.meter import device_bytes
 from ..memory.model_size import KNOWN, load_config, model_size, quantized_bytes, shares_prompts
 from ..memory.plan import Engine, Plan, render
 from ..memory.settings import ASSUMED_PROMPT, RunSettings, Sharding, read_sharding
+from ..number_format import format_bytes
 from ..options import option
-from ..text import size
 from ..trainer.base.base_config import BaseConfig
 from ..trainer.kto_config import KTOConfig
 from ..trainer.model_config import ModelConfig, check_adapter_options, get_peft_config
@@ -170,10 +170,12 @@ def _with_engine(plan: Plan, training: Any) -> Plan:
         tokens = (found - engine.weights) / engine.token
         if tokens <= 0:
             raise ValueError(
-                f"vllm_gpu_memory_utilization={share} leaves no room for {size(engine.weights)} of "
-                "weights on each GPU: raise it, or vllm_tensor_parallel_size."
+                f"vllm_gpu_memory_utilization={share} leaves no room for "
+                f"{format_bytes(engine.weights)} of weights on each GPU: raise "
+                "it, or vllm_tensor_parallel_size."
             )
-        words = f"{size(engine.weights)} of weights, and room for a cache of {tokens:,.0f} tokens"
+        words = f"{format_bytes(engine.weights)} of weights, and room for a cache of "
+        words += f"{tokens:,.0f} tokens"
     run = run.replace(engine_bytes=found, engine_sleeps=sleeps)
     return replace(plan, run=run, notes=(f"vLLM generates: {words}.",))
 

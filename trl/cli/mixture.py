@@ -20,7 +20,7 @@ from datasets import (
 )
 
 from ..data.supervised import SOURCE_COLUMN
-from ..text import count
+from ..number_format import pluralize
 from .data_files import check_encoding, naming_files
 from .files import is_saved, load_dataset_source
 from .values import ConversionError, convert
@@ -155,7 +155,7 @@ def hold_out(dataset: Any, share: float) -> DatasetDict:
             "leave out --dataset_streaming, or choose a split with --dataset_test_split."
         )
     if len(dataset) < 2:
-        available = count(len(dataset), "row")
+        available = pluralize(len(dataset), "row")
         raise ValueError(f"--test_split_size {share}: {available} cannot be split.")
     rows = min(math.ceil(share * len(dataset)), len(dataset) - 1)
     return dataset.train_test_split(rows, seed=SPLIT_SEED)

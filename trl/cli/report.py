@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from ..json_files import StepLines, json_text
+from ..number_format import format_bytes
 from ..redaction import redact
-from ..text import as_text, size
+from ..transcripts import transcript
 from .completions import read_records
 from .parser import OneLineParser
 
@@ -48,7 +49,7 @@ def _write(folders: list[Path], options: argparse.Namespace) -> list[dict[str, i
     whole = output.with_suffix(".part")  # a browser never reads half of it
     whole.write_text(text, encoding="utf-8")
     whole.replace(output)
-    print(f"{output}: {size(len(text.encode()))}", flush=True)
+    print(f"{output}: {format_bytes(len(text.encode()))}", flush=True)
     return found
 
 
@@ -118,8 +119,8 @@ def _completions(folder: Path, split: str, most: int) -> dict[str, Any]:
     records = found[-most:]
     texts = [
         {
-            "prompt": as_text(record["prompt"]),
-            "completion": as_text(record["completion"]),
+            "prompt": transcript(record["prompt"]),
+            "completion": transcript(record["completion"]),
             "rewards": record["rewards"] | (record.get("extra") or {}),
             "tokens": record.get("tokens"),
         }

@@ -17,7 +17,7 @@ from .. import rewards
 from ..memory.settings import options_of_environment
 from ..models.loading import load_tokenizer
 from ..sources import check_model_name
-from ..text import did_you_mean
+from ..suggestions import did_you_mean
 from ..trainer.model_config import (
     check_adapter_options,
     get_peft_config,

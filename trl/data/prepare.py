@@ -16,7 +16,7 @@ from datasets import Dataset, Features, IterableDataset, List, Value
 from datasets.fingerprint import update_fingerprint
 from transformers.utils import logging
 
-from ..text import count
+from ..number_format import pluralize
 from .bounds import ModelBounds, RowsBeyondContext
 from .conversations import warn_of_repeated_prompt
 from .encode import TextEncoder
@@ -203,9 +203,10 @@ class CutReport:
 
     def lines(self, limits: str) -> list[str]:
         """The report in sentences; none if there is nothing to report."""
-        rows, gone = count(self.rows, "row"), self.untrained
+        rows, gone = pluralize(self.rows, "row"), self.untrained
         named = ", ".join(map(str, gone[:3])) + ", ..." * (len(gone) > 3)
-        lost = f"{count(self.tokens_lost, 'token')} left out, {self.trained_lost:,} of them trained"
+        lost = pluralize(self.tokens_lost, "token")
+        lost += f" left out, {self.trained_lost:,} of them trained"
         said = {
             f"{len(self.long):,} of {rows} longer than {limits}: {lost}.": self.long,
             f"{len(gone):,} of {rows} left with nothing to train on: {named}.": gone,
@@ -276,7 +277,7 @@ class SupervisedDataset(ItemDataset):
         if long_rows == "error" and over.any():
             named = ", ".join(map(str, self._source[over][:3]))
             raise ValueError(
-                f"{over.sum():,} of {count(len(table), 'row')} have more than max_length="
+                f"{over.sum():,} of {pluralize(len(table), 'row')} have more than max_length="
                 f"{max_length} tokens, among them row {named}. Raise max_length, or choose "
                 "long_rows='cut', 'drop' or 'split'."
             )

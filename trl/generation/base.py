@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from ..distributed import Ranks
-from ..text import did_you_mean
+from ..suggestions import did_you_mean
 from ..types import Prompts
 
 FinishReason = Literal["stop", "length"]

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..distributed import Ranks
 from ..json_files import without_surrogates
-from ..text import did_you_mean
+from ..suggestions import did_you_mean
 from ..timed_calls import copied
 from ..types import Prompts
 from .base import AroundEngine, Generations, Sampling

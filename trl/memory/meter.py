@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..text import did_you_mean
+from ..suggestions import did_you_mean
 from ..torch_internals import holds_tensors
 
 PHASES = ("generation", "scoring", "rewards", "forward", "backward", "optimizer")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
-from ..text import size
+from ..number_format import format_bytes
 from .estimate import Estimate
 from .meter import DeviceMemory
 from .model_size import ModelSize
@@ -255,7 +255,7 @@ def _ranks(plan: Plan) -> str:
         words += f"; every {sharding.ranks} of them hold one copy"
     if sharding.per_row > 1:
         words += f"; every {sharding.per_row} of them divide the tokens of a row"
-    return words + (f"; {size(host)} of each rank in host memory" if host else "")
+    return words + (f"; {format_bytes(host)} of each rank in host memory" if host else "")
 
 
 def _count(parameters: int) -> str:
@@ -267,16 +267,22 @@ def _phases(plan: Plan) -> str:
     used = [name for name in NAMES if any(getattr(parts, name) for parts in phases.values())]
     rows = [["held at the peak of", *(HEADINGS.get(name, name) for name in used), "total"]]
     for phase, parts in phases.items():
-        rows.append([phase, *(size(getattr(parts, name)) for name in used), size(parts.total)])
+        rows.append(
+            [
+                phase,
+                *(format_bytes(getattr(parts, name)) for name in used),
+                format_bytes(parts.total),
+            ]
+        )
     return table(rows)
 
 
 def _verdict(plan: Plan) -> str:
     peak, totals = plan.estimate.peak, plan.estimate.totals
     phase = max(totals, key=totals.__getitem__)
-    room = f"{size(plan.budget)} of a device of {size(plan.device_bytes)}"
+    room = f"{format_bytes(plan.budget)} of a device of {format_bytes(plan.device_bytes)}"
     end = f"fits in {room}" if plan.fits() else f"does not fit in {room}"
-    return f"Peak: {size(peak)}, in {phase}; {end} ({HEADROOM:.0%} is left free)."
+    return f"Peak: {format_bytes(peak)}, in {phase}; {end} ({HEADROOM:.0%} is left free)."
 
 
 def _limits(plan: Plan) -> str:
@@ -300,7 +306,7 @@ def _changes(plan: Plan) -> str:
 
 
 def _difference(count: float) -> str:
-    return "=" if abs(count) < 500 else f"{'+' if count > 0 else '-'}{size(abs(count))}"
+    return "=" if abs(count) < 500 else f"{'+' if count > 0 else '-'}{format_bytes(abs(count))}"
 
 
 # --- An engine that generates on the device of training ---
@@ -360,8 +366,9 @@ class Engine:
             budget = min(budget, (1 - HEADROOM) * (measured.free + measured.held))
             taken = max(taken, measured.held)
             seen = (
-                f" ({size(measured.free)} of the device's {size(plan.device_bytes)} are free now, "
-                f"and training holds {size(measured.held)})"
+                f" ({format_bytes(measured.free)} of the device's "
+                f"{format_bytes(plan.device_bytes)} are free now, and training holds "
+                f"{format_bytes(measured.held)})"
             )
         fixed = self.weights + self.working
         left = budget - taken - fixed
@@ -370,10 +377,11 @@ class Engine:
             advice = "Lower max_completion_length"
             advice = advice if self.sleeps else "Set vllm_enable_sleep_mode=True"
             raise ValueError(
-                f"The vLLM engine does not fit beside training. Of {size(budget)} that may be "
-                f"filled{seen}, {phase} takes {size(taken)} and the engine itself {size(fixed)}; a "
-                f"prompt with its completion needs {size(shortest * self.token)} more. {advice}, "
-                "or spread the engine over ranks with vllm_tensor_parallel_size, or set "
+                f"The vLLM engine does not fit beside training. Of {format_bytes(budget)} that "
+                f"may be filled{seen}, {phase} takes {format_bytes(taken)} and the engine itself "
+                f"{format_bytes(fixed)}; a prompt with its completion needs "
+                f"{format_bytes(shortest * self.token)} more. {advice}, or "
+                "spread the engine over ranks with vllm_tensor_parallel_size, or set "
                 "vllm_gpu_memory_utilization to try it anyway."
             )
         blocks = -(-min(self.context, run.prompt + run.completion) // BLOCK)

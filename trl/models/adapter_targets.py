@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from transformers.utils import logging
 
-from ..text import did_you_mean, split_names
+from ..suggestions import did_you_mean
 
 logger = logging.get_logger(__name__)
 
@@ -68,6 +68,12 @@ def _no_module(option: str, missing: list[str], model: nn.Module) -> str:
         f"{option} (--lora_{option}): the model has no module {names}.{hint} Modules with weight "
         f"matrices are {', '.join(modules)}."
     )
+
+
+def split_names(text: str) -> list[str]:
+    """Split a list of names such as "q_proj, v_proj"; a regular expression stays whole."""
+    is_list = re.fullmatch(r"[\w.\s,]+", text)
+    return [name for name in re.split(r"[\s,]+", text) if name] if is_list else [text]
 
 
 def _modules_with_matrices(model: nn.Module) -> list[str]:

@@ -9,7 +9,7 @@ from huggingface_hub import snapshot_download
 from safetensors import safe_open
 
 from ..imports import require
-from ..text import did_you_mean
+from ..suggestions import did_you_mean
 from . import loading
 
 RUN_RECORD = "run.json"  # of a trainer, in its output folder

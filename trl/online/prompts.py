@@ -14,7 +14,7 @@ from transformers.utils import logging
 from ..data.bounds import ModelBounds
 from ..data.formats import malformed_prompt, refuse_media_columns
 from ..distributed import Ranks
-from ..text import count
+from ..number_format import pluralize
 from ..types import Prompts
 
 CHECKED_AT_ONCE = 1_000  # rows
@@ -139,7 +139,7 @@ class PromptEncoder:
             kept = self._rows_kept(name, dataset)
             if self._long[name]:
                 done = "left out" if self._limit.action == "drop" else "cut on the left"
-                most = count(self._limit.tokens or 0, "token")
+                most = pluralize(self._limit.tokens or 0, "token")
                 logger.warning(
                     f"{name}: {self._long[name]} of {len(dataset)} prompts have more than {most} "
                     f"({self._limit.reason}) and are {done}."

@@ -13,7 +13,8 @@ from torch import Tensor
 from ..distributed import Ranks
 from ..imports import is_available, require
 from ..json_files import StepLines, json_values
-from ..text import as_text, fixed
+from ..number_format import format_fixed
+from ..transcripts import transcript
 from ..types import Mode, Prompts, RewardTable
 from .metrics import MetricStore, record_lengths, record_rewards, record_tools
 
@@ -133,7 +134,7 @@ def print_table(records: list[dict[str, Any]], step: int, count: int | None) -> 
 def _cell(value: Any) -> str:
     if value is None:
         return "-"
-    return fixed(value, 2) if isinstance(value, float) else str(value)
+    return format_fixed(value, 2) if isinstance(value, float) else str(value)
 
 
 def tracker_rows(
@@ -143,12 +144,12 @@ def tracker_rows(
     if not records:
         return [], []
     if unique_prompts:
-        first = {as_text(record["prompt"]): record for record in records[::-1]}
+        first = {transcript(record["prompt"]): record for record in records[::-1]}
         records = list(first.values())[::-1]
     names = [*records[0]["rewards"], *records[0]["extra"]]
     rows = []
     for record in records:
-        texts = as_text(record["prompt"]), as_text(record["completion"])
+        texts = transcript(record["prompt"]), transcript(record["completion"])
         values = map((record["rewards"] | record["extra"]).get, names)
         rows.append([record["step"], *texts, *values, record["advantage"]])
     return ["step", "prompt", "completion", *names, "advantage"], rows

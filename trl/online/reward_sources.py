@@ -20,7 +20,7 @@ from ..data.formats import text_of_parts
 from ..distributed import undivided_models
 from ..models.unwrap import causal_model, score_layer
 from ..sources import check_model_name, is_cached, missing_from_hub
-from ..text import did_you_mean
+from ..suggestions import did_you_mean
 
 TRAINED = (
     "Use a model that was trained to give rewards: a sequence classifier with one label "

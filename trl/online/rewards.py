@@ -15,7 +15,7 @@ from typing import Any, Self
 import torch
 
 from ..distributed import Ranks
-from ..text import count
+from ..number_format import pluralize
 from ..timed_calls import Outcome, TimedCalls, TooSlow, copied
 from ..types import RewardTable
 from .reward_sources import ModelReward, RewardSource
@@ -59,7 +59,7 @@ class RewardInputs:
         def log_extra(column: str, values: Sequence[Any]) -> None:
             found, rows = list(values), len(self.completions)
             if len(found) != rows:
-                words = f"got {count(len(found), 'value')} for {count(rows, 'completion')}"
+                words = f"got {pluralize(len(found), 'value')} for {pluralize(rows, 'completion')}"
                 raise ValueError(f"log_extra({column!r}) {words}")
             columns[column] = found
 
@@ -97,8 +97,8 @@ class RewardSuite:
         names = [source.name for source in sources if source.weight is None]
         if weights is not None and len(weights) != len(names):
             raise ValueError(
-                f"reward_weights has {count(len(weights), 'entry', 'entries')} for "
-                f"{count(len(names), 'reward function')} ({', '.join(names)})."
+                f"reward_weights has {pluralize(len(weights), 'entry', 'entries')} for "
+                f"{pluralize(len(names), 'reward function')} ({', '.join(names)})."
             )
         self.sources = tuple(sources)
         given = iter([1.0] * len(names) if weights is None else weights)
@@ -130,7 +130,7 @@ class RewardSuite:
         values = self._ranks.gather(local)
         if rows := local.isnan().all(1).nonzero().flatten().tolist():
             warnings.warn(
-                f"No reward function scored {count(len(rows), 'completion')}; the first is row "
+                f"No reward function scored {pluralize(len(rows), 'completion')}; the first is row "
                 f"{rows[0]} of rank {self._ranks.rank}: {inputs.completions[rows[0]]!r:.80}. Such "
                 "rows are not trained on.",
                 stacklevel=2,
@@ -261,9 +261,11 @@ def _rewards(name: str, outcome: Outcome, rows: int) -> list[float | None]:
         values = values.tolist()
     if not isinstance(values, (list, tuple)):
         kind = type(values).__name__
-        raise _error(name, f"returned a {kind}; it must return a list of {count(rows, 'number')}")
+        raise _error(
+            name, f"returned a {kind}; it must return a list of {pluralize(rows, 'number')}"
+        )
     if len(values) != rows:
-        given, wanted = count(len(values), "reward"), count(rows, "completion")
+        given, wanted = pluralize(len(values), "reward"), pluralize(rows, "completion")
         raise _error(name, f"returned {given} for {wanted}")
     return [_number(name, row, value) for row, value in enumerate(values)]
 

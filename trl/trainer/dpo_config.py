@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from ..ops.preference_losses import PAIR_LOSSES, RANKED, WITHOUT_DIVERGENCE
 from ..options import option
-from ..text import did_you_mean
+from ..suggestions import did_you_mean
 from .offline.offline_config import PreferenceConfig
 
 LOSSES = (*PAIR_LOSSES, "sft")

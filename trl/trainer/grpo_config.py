@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..options import option
-from ..text import did_you_mean
+from ..suggestions import did_you_mean
 from .attributes import COMMON_OPTIONS
 from .online.online_config import OnlineConfig
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from ..imports import require
+from ..models.adapter_targets import split_names
 from ..models.loading import DTYPES
 from ..options import changed, option
-from ..text import split_names
 from .base.options import Named, check_options
 
 ADAPTER_OPTIONS = (

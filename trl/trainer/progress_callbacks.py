@@ -10,8 +10,8 @@ from transformers import TrainerCallback, TrainerState
 from transformers.utils import logging
 
 from ..imports import require
+from ..number_format import format_metric, pluralize
 from ..progress import Activity, watched
-from ..text import count, three_digits
 
 # What people look at while a run goes on, in this order, and the metrics that may stand for it.
 SHOWN = {
@@ -97,7 +97,7 @@ class ProgressDisplay(TrainerCallback):
     def _doing(self) -> str:
         """Such as "generating 12/64"."""
         now = self._activity
-        rows = f" {now.done}/{now.rows}" if now.done else f" {count(now.rows, 'row')}"
+        rows = f" {now.done}/{now.rows}" if now.done else f" {pluralize(now.rows, 'row')}"
         return DOING.get(now.name, now.name) + (rows if now.rows else "")
 
 
@@ -220,12 +220,12 @@ class RichProgressCallback(ProgressDisplay):
 
 
 def shown_metrics(metrics: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    """Name what people look at among metrics, as text; see `three_digits`."""
+    """Name what people look at among metrics, as text; see `format_metric`."""
     shown = {}
     for name, keys in SHOWN.items():
         logged = [prefix + key for key in keys if prefix + key in metrics]
         if logged:
-            shown[name] = three_digits(metrics[logged[0]])
+            shown[name] = format_metric(metrics[logged[0]])
     return shown
 
 

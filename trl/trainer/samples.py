@@ -21,7 +21,7 @@ from ..models.unwrap import policy_for_inference
 from ..online.prompts import PromptEncoder
 from ..online.reports import log_table
 from ..random_numbers import random_numbers_kept
-from ..text import as_text
+from ..transcripts import transcript
 from ..types import Prompts
 from .base.base_trainer import BaseTrainer
 
@@ -155,7 +155,9 @@ class LogCompletionsCallback(TrainerCallback):
             self._file.add(records)
             names = ["step", "prompt", "completion"]
             drawn = self._file.read()
-            rows = [[x["step"], as_text(x["prompt"]), as_text(x["completion"])] for x in drawn]
+            rows = [
+                [x["step"], transcript(x["prompt"]), transcript(x["completion"])] for x in drawn
+            ]
             log_table(args.report_to, names, rows)
             comet = sys.modules.get("comet_ml") if "comet_ml" in args.report_to else None
             if comet is not None and (run := comet.get_running_experiment()) is not None:
@@ -212,7 +214,7 @@ class WeaveCallback(TrainerCallback):
         with self._weave.attributes({"training_step": state.global_step}):
             log = self._weave.EvaluationLogger(**self._names)
             for record in records:
-                prompt, completion = as_text(record["prompt"]), as_text(record["completion"])
+                prompt, completion = transcript(record["prompt"]), transcript(record["completion"])
                 entry = log.log_prediction(inputs={"prompt": prompt}, output=completion)
                 scored.append(scores(self._scorers, prompt, completion))
                 for name, value in scored[-1].items():

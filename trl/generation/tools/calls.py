@@ -14,7 +14,7 @@ from transformers.utils import get_json_schema
 
 from ...data.templates import read_response, reads_responses
 from ...json_files import json_text, without_surrogates
-from ...text import did_you_mean
+from ...suggestions import did_you_mean
 from ...timed_calls import Outcome, TimedCalls, TooSlow, copied
 from .templates import ARGUMENT, FUNCTION, NAME, PARAMETER, UNKNOWN, rendered_call
 

@@ -19,7 +19,7 @@ from ...models.sharded import replaced_forward
 from ...models.unwrap import causal_model
 from ...progress import finish
 from ...random_numbers import random_numbers_kept
-from ...text import did_you_mean
+from ...suggestions import did_you_mean
 from ...types import Prompts
 from ..base import GenerationBackend, Generations, Sampling, cut_generations
 from .sampler import RowDraws

@@ -13,7 +13,7 @@ from ...memory.options import MemoryOptions
 from ...options import option
 from ...process_group import check_not_alone, launched_on_cpu
 from ...redaction import redact
-from ...text import did_you_mean
+from ...suggestions import did_you_mean
 from .best_metric import check_best_model_options
 from .options import EARLIER_ARGUMENTS, Named, check_options, from_json, kinds_of
 

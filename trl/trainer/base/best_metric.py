@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from transformers.utils import logging
 
-from ...text import did_you_mean
+from ...suggestions import did_you_mean
 
 logger = logging.get_logger(__name__)
 

@@ -19,8 +19,8 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.utils import logging
 
 from ...distributed import Ranks
+from ...number_format import format_bytes
 from ...redaction import is_secret, without_secrets
-from ...text import size
 
 logger = logging.get_logger(__name__)
 
@@ -103,7 +103,7 @@ def explained(staged: Path, final: Path) -> Iterator[None]:
     except (OSError, RuntimeError, SafetensorError) as error:
         shutil.rmtree(staged, ignore_errors=True)
         place = next(path for path in final.absolute().parents if path.is_dir())
-        free = size(shutil.disk_usage(place).free)
+        free = format_bytes(shutil.disk_usage(place).free)
         older = ", ".join(path.name for path in checkpoints_in(final.parent))
         raise OSError(
             f"{final.name} could not be saved in {final.parent} ({error}); {free} are free "

@@ -17,7 +17,7 @@ from types import MethodType, UnionType
 from typing import Any, ClassVar
 
 from ...options import HOLDS
-from ...text import did_you_mean
+from ...suggestions import did_you_mean
 
 WORDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 KINDS = {int: "an integer", float: "a number", bool: "True or False"}

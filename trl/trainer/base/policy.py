@@ -26,7 +26,7 @@ from ...models.patches import attention_implementation
 from ...models.unwrap import is_peft_model
 from ...models.weights import keep_trainable
 from ...sources import offline_variable
-from ...text import did_you_mean
+from ...suggestions import did_you_mean
 from .base_config import BaseConfig
 
 logger = logging.get_logger(__name__)

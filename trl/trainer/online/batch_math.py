@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from ...text import count
+from ...number_format import pluralize
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,13 @@ class BatchPlan:
     def describe(self) -> str:
         """Say in one sentence what an update consists of."""
         rows, group = self.update_rows, self.group_size
-        prompts = f"{rows / group:.2f} prompts" if rows % group else count(rows // group, "prompt")
+        prompts = (
+            f"{rows / group:.2f} prompts" if rows % group else pluralize(rows // group, "prompt")
+        )
         words = (
             f"each update: {prompts} x {group} completions = {rows} sequences, in "
-            f"{count(self.accumulation, 'micro-batch', 'micro-batches')} on "
-            f"{count(self.num_processes, 'rank')}"
+            f"{pluralize(self.accumulation, 'micro-batch', 'micro-batches')} on "
+            f"{pluralize(self.num_processes, 'rank')}"
         )
         if self.micro_batches == self.accumulation and self.iterations == 1:
             return words
@@ -128,7 +130,7 @@ def check_eval_groups(rows: int, num_processes: int, group_size: int) -> None:
         step = group_size // math.gcd(group_size, num_processes)
         raise ValueError(
             f"An evaluation batch of {total} sequences (per_device_eval_batch_size={rows} on "
-            f"{count(num_processes, 'rank')}) cannot hold whole groups of {group_size}. "
+            f"{pluralize(num_processes, 'rank')}) cannot hold whole groups of {group_size}. "
             f"Nearest legal: per_device_eval_batch_size={nearest_multiples(rows, step)}, or set "
             "num_generations_eval."
         )

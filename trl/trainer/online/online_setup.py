@@ -9,10 +9,10 @@ from torch import nn
 
 from ...distributed import Ranks
 from ...models.loading import context_length, model_bounds
+from ...number_format import pluralize
 from ...online.prompts import PromptEncoder, PromptLimit, check_forms
 from ...online.rewards import ARGUMENTS
 from ...online.sampler import RepeatIterableDataset, RepeatSampler
-from ...text import count
 from ...types import Mode
 from ..base.policy import check_dataset
 from .batch_math import check_eval_groups, smaller_round
@@ -119,8 +119,8 @@ def _check_size(size: int, args: OnlineConfig) -> None:
     needed = plan.round_rows // plan.group_size
     if size < needed:
         raise ValueError(
-            f"train_dataset has {count(size, 'row')}, but one generation round takes "
-            f"{count(needed, 'prompt')} x {count(plan.group_size, 'completion')}. "
+            f"train_dataset has {pluralize(size, 'row')}, but one generation round takes "
+            f"{pluralize(needed, 'prompt')} x {pluralize(plan.group_size, 'completion')}. "
             f"Add rows{smaller_round(plan, size)}."
         )
 

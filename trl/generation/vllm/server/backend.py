@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from ....text import did_you_mean
+from ....suggestions import did_you_mean
 from ...base import Generations, PolicyHandle, Sampling
 from ..backend import VLLMBackend
 from ..sampling import Request, completion_body, read_answers
