@@ -9,7 +9,7 @@ from accelerate.utils import DistributedType
 from distributed.engines import call
 from transformers.integrations import deepspeed
 
-from trl.distributed import RankError, Ranks, undivided_models
+from trl.distributed import RankError, Ranks, without_zero3_init
 
 
 class Place:
@@ -61,7 +61,7 @@ def test_others_are_told_of_what_they_do_not_know(error, told):
 
 def test_one_process_fails_as_it_would_alone():
     ranks = Ranks()
-    assert (ranks.rank, ranks.count, ranks.share_weights) == (0, 1, False)
+    assert (ranks.rank, ranks.count, ranks.shards_weights) == (0, 1, False)
     assert ranks.all(True) and not ranks.all(False)
     with pytest.raises(KeyError) as found, ranks.propagate_failures(), ranks.fail_together("this"):
         raise KeyError("mine")
@@ -83,7 +83,7 @@ def test_engines_that_share_weights(kind, stage, shared):
     place = Place(0, 2)
     place.distributed_type = kind
     place.state = SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=stage))
-    assert Ranks(place).share_weights is shared
+    assert Ranks(place).shards_weights is shared
 
 
 def test_rows_are_divided_by_groups_of_equal_size():
@@ -157,10 +157,10 @@ def test_two_processes():
 def test_models_are_whole_inside_and_divided_again_afterwards():
     config = deepspeed.HfDeepSpeedConfig({"zero_optimization": {"stage": 3}})
     assert deepspeed.is_deepspeed_zero3_enabled()
-    with undivided_models():
+    with without_zero3_init():
         assert not deepspeed.is_deepspeed_zero3_enabled()
     assert deepspeed.is_deepspeed_zero3_enabled() and deepspeed.deepspeed_config() is config.config
     del config
-    with undivided_models():
+    with without_zero3_init():
         assert not deepspeed.is_deepspeed_zero3_enabled()
     assert not deepspeed.is_deepspeed_zero3_enabled()

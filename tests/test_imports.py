@@ -16,12 +16,12 @@ from trl.imports import (
     CORE,
     EXTRAS,
     TESTED,
-    beyond_tested,
     check_versions,
-    floors,
     is_available,
+    minimum_versions,
+    outdated_version_error,
     require,
-    too_old,
+    untested_version_warning,
     version_of,
 )
 
@@ -118,7 +118,7 @@ def test_a_version_beyond_those_tested_is_named(monkeypatch, installed, warns):
         f"transformers {installed} is newer than the versions that trl was tested with (5.16 to "
         "5.23). If training fails or behaves oddly, run: pip install 'transformers==5.23.*'"
     )
-    assert beyond_tested("transformers") == (expected if warns else None)
+    assert untested_version_warning("transformers") == (expected if warns else None)
 
 
 # --- Versions that are too old ---
@@ -141,17 +141,17 @@ def installed(tmp_path, monkeypatch):
             (folder / "METADATA").write_text(text + lines * (name == "trl"))
         return tmp_path
 
-    for function in (floors, too_old):
+    for function in (minimum_versions, outdated_version_error):
         function.cache_clear()
     monkeypatch.syspath_prepend(tmp_path)
     yield install
-    for function in (floors, too_old):
+    for function in (minimum_versions, outdated_version_error):
         function.cache_clear()
 
 
 def test_floors_are_those_of_the_project(installed):
     installed()
-    assert floors() == FLOORS | {"peft": "0.19"}
+    assert minimum_versions() == FLOORS | {"peft": "0.19"}
     assert FLOORS.keys() == {*CORE}
     check_versions()
 
@@ -171,12 +171,12 @@ def test_a_version_below_the_floor_is_named_with_the_floor(
     installed, package, installed_version, is_old
 ):
     installed(**{package: installed_version})
-    floor = floors().get(package)
+    floor = minimum_versions().get(package)
     expected = (
         f"trl needs {package} {floor} or newer, but {installed_version} is installed. "
         f"Run: pip install '{package}>={floor}'"
     )
-    assert too_old(package) == (expected if is_old else None)
+    assert outdated_version_error(package) == (expected if is_old else None)
 
 
 def test_a_feature_whose_package_is_too_old_says_so(installed):
@@ -211,7 +211,7 @@ def test_what_is_too_old_is_named_before_it_is_imported(installed, words, status
 
 def test_without_an_installation_nothing_is_known_of_floors(installed, monkeypatch):
     monkeypatch.setattr(sys, "path", [])
-    assert floors() == {} and too_old("torch") is None
+    assert minimum_versions() == {} and outdated_version_error("torch") is None
 
 
 def test_pythons_that_are_named_are_those_that_run_the_tests():

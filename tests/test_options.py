@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from trl.options import changed, option
+from trl.options import changed_options, option
 
 WORDS = ["a"]
 
@@ -53,5 +53,8 @@ def test_ranges_that_are_spelled_wrongly_are_found():
 
 
 def test_options_that_were_changed_are_named():
-    assert changed(Options(kind="y", number=4), ["nothing", "kind", "number"]) == "kind, number"
-    assert changed(Options(number=3), ["nothing", "kind", "number"]) == ""
+    assert changed_options(Options(kind="y", number=4), ["nothing", "kind", "number"]) == [
+        "kind",
+        "number",
+    ]
+    assert changed_options(Options(number=3), ["nothing", "kind", "number"]) == []

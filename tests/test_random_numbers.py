@@ -5,7 +5,7 @@ import random
 import numpy as np
 import torch
 
-from trl.random_numbers import random_numbers_kept
+from trl.random_numbers import preserve_rng_state
 
 
 def draw():
@@ -21,7 +21,7 @@ def test_all_streams_go_on_as_if_nothing_was_drawn():
     np.random.seed(2)
     torch.manual_seed(3)
     found = [draw()]
-    with random_numbers_kept():
+    with preserve_rng_state():
         assert draw() == expected[1]
     found.append(draw())
     assert found == expected

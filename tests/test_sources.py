@@ -13,9 +13,9 @@ from trl.cli.files import load_dataset_source
 from trl.sources import (
     check_model_name,
     is_cached,
-    missing_from_hub,
     nearest_path,
     offline_variable,
+    why_not_on_hub,
 )
 
 
@@ -83,7 +83,7 @@ def test_names_on_the_hub_are_accepted_and_others_refused(online, tmp_path):
         with pytest.raises(FileNotFoundError, match="the hub has no such model, or a private one"):
             check_model_name("someone/modle")
         assert len(asked) == 3
-        reason = missing_from_hub("someone/rows", "dataset")
+        reason = why_not_on_hub("someone/rows", "dataset")
         assert reason.endswith("the hub has no such dataset, or a private one")
 
 
@@ -107,7 +107,7 @@ def test_a_hub_that_is_switched_off_is_named_by_its_variable(monkeypatch):
     monkeypatch.delenv("HF_HUB_OFFLINE")
     monkeypatch.setenv("TRANSFORMERS_OFFLINE", "1")
     assert offline_variable() == "TRANSFORMERS_OFFLINE=1"
-    assert missing_from_hub("a/b").endswith("and TRANSFORMERS_OFFLINE=1 switches the hub off")
+    assert why_not_on_hub("a/b").endswith("and TRANSFORMERS_OFFLINE=1 switches the hub off")
     check_model_name("a/b")  # which may be in the cache
     assert not is_cached("a/b")
 

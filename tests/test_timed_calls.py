@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from trl.timed_calls import Outcome, TimedCalls, TooSlow, copied
+from trl.timed_calls import CallTimeout, Outcome, TimedCalls, copy_containers
 
 SECONDS = 0.1
 LONG = 60
@@ -49,7 +49,7 @@ def test_failures_are_values(seconds, error, words):
 
     outcomes = calls([plain, later, fine])
     assert [outcome.failure is None for outcome in outcomes] == [False, False, True]
-    assert [outcome.words for outcome in outcomes[:2]] == [words] * 2
+    assert [outcome.error_text for outcome in outcomes[:2]] == [words] * 2
     assert outcomes[2].value == 2 and calls([lambda: 3])[0].value == 3
 
 
@@ -91,8 +91,8 @@ def test_what_takes_too_long_is_left_behind(release):
     started = time.monotonic()
     slow = calls([lambda: release.wait(LONG), partial(asyncio.sleep, LONG)])
     assert time.monotonic() - started < LONG / 2
-    assert [outcome.words for outcome in slow] == ["took longer than 0.1 seconds"] * 2
-    assert all(isinstance(o.failure, TooSlow) and not o.failure.blocks for o in slow)
+    assert [outcome.error_text for outcome in slow] == ["took longer than 0.1 seconds"] * 2
+    assert all(isinstance(o.failure, CallTimeout) and not o.failure.blocks for o in slow)
     assert calls([lambda: 1])[0].value == 1, "in another thread"
 
 
@@ -106,7 +106,7 @@ def test_a_coroutine_that_blocks_the_loop_is_left_behind(release):
     calls = TimedCalls(SECONDS)
     first, second = calls([fine, block])
     assert first.value == 2
-    assert second.failure.blocks and "it must await" in second.words
+    assert second.failure.blocks and "it must await" in second.error_text
     assert calls([fine])[0].value == 2, "on another loop"
 
 
@@ -133,7 +133,7 @@ def test_copies_share_nothing_that_can_be_changed_but_objects():
 
     own = Environment()
     value = {"ids": [[1, 2], [None, True]], "pair": ({"a": ["b"]}, "text"), "environment": own}
-    found = copied(value)
+    found = copy_containers(value)
     assert found == value and type(found["pair"]) is tuple and found["environment"] is own
     found["ids"][0].clear()
     found["pair"][0]["a"].append("c")

@@ -11,31 +11,31 @@ from torch.masked import masked_tensor
 from transformers.modeling_outputs import ModelOutput
 
 from trl.torch_internals import (
-    WRAPPED,
+    WRAPPER_ATTRIBUTES,
     TorchDispatchMode,
-    change_count,
-    compiled_from,
     default_store,
     forward_hooks,
     has_gradient_hooks,
-    holds_tensors,
+    is_wrapper_subclass,
+    module_before_compile,
+    non_persistent_buffers,
     reshard_fsdp1,
     tree_leaves,
     tree_map,
-    unsaved_buffers,
+    version_counter,
 )
 
 
 def test_changes_in_place_are_counted_and_reads_are_not():
     weight = nn.Parameter(torch.ones(3))
-    before = change_count(weight)
+    before = version_counter(weight)
     weight.sum()
-    assert change_count(weight) == before
+    assert version_counter(weight) == before
     with torch.no_grad():
         weight.mul_(2)
-    assert change_count(weight) == before + 1
+    assert version_counter(weight) == before + 1
     weight.detach()[0] = 5  # a view shares the counter
-    assert change_count(weight) == before + 2
+    assert version_counter(weight) == before + 2
 
 
 @pytest.mark.parametrize("name", ["register_hook", "register_post_accumulate_grad_hook"])
@@ -67,18 +67,18 @@ def test_buffers_that_are_not_saved_are_named():
     module = nn.Module()
     module.register_buffer("saved", torch.ones(1))
     module.register_buffer("left_out", torch.ones(1), persistent=False)
-    assert unsaved_buffers(module) == {"left_out"}
+    assert non_persistent_buffers(module) == {"left_out"}
     assert list(module.state_dict()) == ["saved"]
 
 
 def test_the_module_below_a_compiled_one():
     layer = nn.Linear(2, 2)
-    assert compiled_from(torch.compile(layer)) is layer
-    assert compiled_from(layer) is None
+    assert module_before_compile(torch.compile(layer)) is layer
+    assert module_before_compile(layer) is None
 
 
 def test_wrappers_hold_modules_under_the_names_that_state_dicts_show():
-    fsdp, checkpointed, compiled = WRAPPED
+    fsdp, checkpointed, compiled = WRAPPER_ATTRIBUTES
     layer = nn.Linear(2, 2)
     assert getattr(checkpoint_wrapper(layer), checkpointed) is layer
     assert [*torch.compile(layer).state_dict()] == [f"{compiled}.weight", f"{compiled}.bias"]
@@ -122,10 +122,10 @@ def test_operations_are_watched_below_autograd():
 
 def test_tensors_that_hold_others_are_told_apart():
     inside = torch.ones(2)
-    assert not holds_tensors(inside)
-    assert not holds_tensors(nn.Parameter(inside))
-    assert not holds_tensors(masked_tensor(inside, torch.ones(2, dtype=torch.bool)))
-    assert holds_tensors(torch.nested.as_nested_tensor([inside], layout=torch.jagged))
+    assert not is_wrapper_subclass(inside)
+    assert not is_wrapper_subclass(nn.Parameter(inside))
+    assert not is_wrapper_subclass(masked_tensor(inside, torch.ones(2, dtype=torch.bool)))
+    assert is_wrapper_subclass(torch.nested.as_nested_tensor([inside], layout=torch.jagged))
 
 
 def test_leaves_of_what_models_return():

@@ -4,6 +4,6 @@ from .data.templates import has_generation_markers as has_generation_markers
 from .generation.tools.templates import (
     is_chat_template_prefix_preserving as is_chat_template_prefix_preserving,
 )
-from .imports import public_names
+from .imports import lazy_exports
 
-__getattr__ = public_names("trl.data", "trl.generation.tools", "trl.cli")
+__getattr__ = lazy_exports("trl.data", "trl.generation.tools", "trl.cli")

@@ -1,4 +1,4 @@
-"""What is imported late, and the messages about names and packages that are missing."""
+"""Import optional packages when they are needed, and check the versions of required ones."""
 
 import importlib
 import importlib.util
@@ -13,10 +13,11 @@ from importlib.metadata import (
     version,
 )
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from .suggestions import did_you_mean
 
+# For each optional module, the extra of trl that installs it.
 EXTRAS = {
     "bitsandbytes": "quantization",
     "deepspeed": "deepspeed",
@@ -31,35 +32,39 @@ EXTRAS = {
 }
 
 CORE = ("accelerate", "datasets", "torch", "transformers")
-# Oldest and newest version that the tests run with. Trainers override private methods of it.
+# Oldest and newest version that the tests run with. The trainers override private methods of
+# transformers, which any release may change.
 TESTED = {"transformers": ("5.17", "5.23")}
 
 
 def is_available(module: str) -> bool:
-    """Whether `module` can be imported, without importing it."""
+    """Return whether `module` can be imported, without importing it."""
     return importlib.util.find_spec(module) is not None
 
 
 def is_at_least(module: str, min_version: str) -> bool:
-    """Whether the installed package of a module is `min_version`, such as "0.5.0", or newer.
+    """Return whether the package that provides a module has `min_version` or a newer version.
+
+    Args:
+        min_version: such as "0.5.0".
 
     Raises:
-        ValueError: if `min_version` is no version.
+        ValueError: `min_version` is not a version.
     """
-    from packaging.version import InvalidVersion, Version  # few runs need it
+    from packaging.version import InvalidVersion, Version  # imported here because few runs need it
 
     try:
-        oldest = Version(min_version)
+        minimum = Version(min_version)
     except InvalidVersion:
         raise ValueError(f"min_version={min_version!r} must be a version, such as '1.2'.") from None
-    # Distributions may have another name than their module, such as pillow with PIL.
-    names = packages_distributions().get(module, [module])
-    installed = version_of(names[0], "")
-    return bool(installed) and Version(installed) >= oldest
+    # A distribution may be called differently from its module: pillow provides PIL.
+    distributions = packages_distributions().get(module, [module])
+    installed = version_of(distributions[0], "")
+    return bool(installed) and Version(installed) >= minimum
 
 
 def version_of(package: str, otherwise: str = "unknown") -> str:
-    """The installed version of a package, or `otherwise`."""
+    """Return the installed version of a package, or `otherwise` if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -67,10 +72,15 @@ def version_of(package: str, otherwise: str = "unknown") -> str:
 
 
 def require(module: str, feature: str) -> ModuleType:
-    """Import a module of one of `EXTRAS` that a feature needs; errors name the extra to install."""
+    """Import an optional module, one of `EXTRAS` or below it, that a feature needs.
+
+    Raises:
+        ImportError: the package is missing or too old. The message says how to install it.
+    """
     package = module.partition(".")[0]
-    if problem := too_old(package):
-        raise ImportError(f"{feature}: {problem}")
+    error_text = outdated_version_error(package)
+    if error_text is not None:
+        raise ImportError(f"{feature}: {error_text}")
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -83,43 +93,50 @@ def require(module: str, feature: str) -> ModuleType:
 
 
 @cache
-def floors() -> dict[str, str]:
-    """The oldest supported version of each package that has one, as pyproject.toml states them.
+def minimum_versions() -> dict[str, str]:
+    """Return the minimum version of each package that has one in pyproject.toml.
 
-    Empty where trl runs from a folder without being installed.
+    Empty if trl runs from a folder without being installed.
     """
     try:
-        lines = requires("trl") or []
+        requirements = requires("trl") or []
     except PackageNotFoundError:
         return {}
-    pairs = (re.match(r"([\w-]+)\s*>=\s*([\d.]+)", line) for line in lines)
-    return {pair[1].replace("-", "_"): pair[2] for pair in pairs if pair is not None}
+    versions = {}
+    for requirement in requirements:
+        match = re.match(r"(?P<package>[\w-]+)\s*>=\s*(?P<version>[\d.]+)", requirement)
+        if match is not None:
+            versions[match["package"].replace("-", "_")] = match["version"]
+    return versions
 
 
 @cache
-def too_old(package: str) -> str | None:
-    """Say that a package is installed in a version below its floor; None if it is not."""
-    floor, name = floors().get(package, ""), package.replace("_", "-")
+def outdated_version_error(package: str) -> str | None:
+    """Return an error message if a package is installed but too old for trl, else None."""
+    minimum = minimum_versions().get(package, "")
+    name = package.replace("_", "-")
     installed = version_of(name, "")
-    if not floor or not installed or _release(installed) >= _release(floor):
+    if not minimum or not installed or _release(installed) >= _release(minimum):
         return None
     return (
-        f"trl needs {name} {floor} or newer, but {installed} is installed. "
-        f"Run: pip install '{name}>={floor}'"
+        f"trl needs {name} {minimum} or newer, but {installed} is installed. "
+        f"Run: pip install '{name}>={minimum}'"
     )
 
 
 def check_versions() -> None:
-    """Raise an ImportError that names what trl always needs and is installed below its floor."""
-    problems = filter(None, map(too_old, CORE))
-    if problem := "; ".join(problems):
-        raise ImportError(problem)
+    """Raise an ImportError that names the required packages that are too old, if any."""
+    errors = [outdated_version_error(package) for package in CORE]
+    error_text = "; ".join(error for error in errors if error is not None)
+    if error_text:
+        raise ImportError(error_text)
 
 
-def beyond_tested(package: str) -> str | None:
-    """Say that the installed version of one of `TESTED` is newer than those; None if it is not."""
-    installed, (oldest, newest) = version(package), TESTED[package]
-    if first_numbers(installed) <= first_numbers(newest):
+def untested_version_warning(package: str) -> str | None:
+    """Return a warning if a package of `TESTED` is newer than the tested versions, else None."""
+    installed = version(package)
+    oldest, newest = TESTED[package]
+    if major_minor(installed) <= major_minor(newest):
         return None
     return (
         f"{package} {installed} is newer than the versions that trl was tested with "
@@ -129,41 +146,48 @@ def beyond_tested(package: str) -> str | None:
 
 
 def _release(version: str) -> list[int]:
-    """All numbers of a release, such as [2, 11, 0] of 2.11.0+cpu."""
+    """Return all numbers of a release: [2, 11, 0] for "2.11.0+cpu"."""
     return [int(number) for number in re.findall(r"\d+", version.partition("+")[0])]
 
 
-def first_numbers(version: str) -> list[int]:
-    """The first two numbers of a version, which can be compared; [0] if there are none."""
+def major_minor(version: str) -> list[int]:
+    """Return the first two numbers of a version, to compare versions by; [0] if it has none."""
     return [int(number) for number in re.findall(r"\d+", version)[:2]] or [0]
 
 
-def public_names(part: str, *others: str) -> Callable[[str], Any]:
-    """Make a `__getattr__` that finds what `trl` exports of parts such as "trl.trainer"."""
-    homes = tuple(f"{home.partition('.')[2]}." for home in (part, *others))
+def lazy_exports(package: str, *more_packages: str) -> Callable[[str], object]:
+    """Make a module's `__getattr__` that imports a public name when it is first used.
 
-    def find(name: str) -> Any:
-        root = sys.modules[__package__]
-        if vars(root)["_HOME"].get(name, "").startswith(homes):
-            return getattr(root, name)
-        if not name.startswith("_") and is_available(f"{part}.utils"):
-            found = vars(importlib.import_module(f"{part}.utils"))
-            if name in found:
-                return found[name]
-        raise AttributeError(f"module {part!r} has no attribute {name!r}")
-
-    return find
-
-
-def refuse(name: str, known: Iterable[str]) -> NoReturn:
-    """Say that `trl` has no such name, by an AttributeError, so that `hasattr` is False.
-
-    From `from trl import NAME` it is an ImportError, as Python would drop the words of the other.
+    The module then offers the names that `trl` exports from the given packages, such as
+    "trl.trainer", and the names in the `utils` module of the first package, if it has one.
     """
-    trainers = ", ".join(x for x in known if x.endswith("Trainer"))
-    others = f" It is not part of this release, whose trainers are {trainers}."
-    # Names of other methods of Hugging Face TRL differ in a letter or two from those that are here.
-    hint = did_you_mean(name, known, others, cutoff=0.92)
+    # `_HOME` of the package `trl` holds paths without "trl.", such as "trainer.dpo_trainer".
+    prefixes = tuple(f"{name.partition('.')[2]}." for name in (package, *more_packages))
+
+    def module_getattr(name: str) -> object:
+        trl = sys.modules[__package__]
+        if vars(trl)["_HOME"].get(name, "").startswith(prefixes):
+            return getattr(trl, name)
+        if not name.startswith("_") and is_available(f"{package}.utils"):
+            utilities = vars(importlib.import_module(f"{package}.utils"))
+            if name in utilities:
+                return utilities[name]
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    return module_getattr
+
+
+def raise_unknown_name(name: str, exported_names: Iterable[str]) -> NoReturn:
+    """Raise the error for a name that `trl` does not export, with the closest name that it does.
+
+    It is an AttributeError, so that `hasattr` returns False, except in `from trl import NAME`:
+    there Python would replace the message of an AttributeError, so it is an ImportError.
+    """
+    trainers = ", ".join(export for export in exported_names if export.endswith("Trainer"))
+    release_note = f" It is not part of this release, whose trainers are {trainers}."
+    # Other methods of Hugging Face TRL have names a letter or two away from those of this release,
+    # so only a nearly equal name is suggested.
+    hint = did_you_mean(name, exported_names, release_note, cutoff=0.92)
     message = f"module 'trl' has no attribute {name!r}.{hint}"
     from_trl_import = sys._getframe(2).f_code.co_name == "_handle_fromlist"
     if from_trl_import and not is_available(f"trl.{name}"):

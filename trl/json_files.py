@@ -1,4 +1,4 @@
-"""Files of JSON in UTF-8: values that fit into them, and lines that a run appends."""
+"""JSON in UTF-8: values that it can hold, and files of JSON lines that a run appends to."""
 
 import json
 import math
@@ -9,17 +9,17 @@ from typing import Any
 
 
 def without_surrogates(value: Any) -> Any:
-    """Replace lone surrogates, which UTF-8 cannot encode, by U+FFFD, in nested values, too.
+    """Replace lone surrogates, which UTF-8 cannot encode, by U+FFFD in text and nested values.
 
-    Models write them as escapes, such as `"\\ud83d"` in a tool call's JSON. A pair of them becomes
-    the character that it stands for. Only lists, tuples and dictionaries are copied.
+    Models write surrogates as escapes, such as `"\\ud83d"` in the JSON of a tool call. A pair of
+    surrogates becomes the character it encodes. Only lists, tuples and dictionaries are copied.
     """
     if isinstance(value, str):
         return _encodable(value)
     if type(value) is dict:
-        return {without_surrogates(key): without_surrogates(x) for key, x in value.items()}
+        return {without_surrogates(key): without_surrogates(entry) for key, entry in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(without_surrogates(x) for x in value)
+        return type(value)(without_surrogates(entry) for entry in value)
     return value
 
 
@@ -34,13 +34,13 @@ def _encodable(text: str) -> str:
 def json_values(value: Any) -> Any:
     """Copy nested lists and dictionaries with values that JSON in UTF-8 can hold.
 
-    NaN and infinity become None, numbers of numpy and torch plain ones, lone surrogates U+FFFD,
-    keys text. Other objects are left as they are.
+    NaN and infinity become None, numbers of numpy and torch become Python numbers, lone surrogates
+    become U+FFFD, and other keys become text. Other objects are not converted.
     """
     if isinstance(value, str):
         return _encodable(value)
     if isinstance(value, dict):
-        return {_key(key): json_values(entry) for key, entry in value.items()}
+        return {_json_key(key): json_values(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
         return [json_values(entry) for entry in value]
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
@@ -48,67 +48,75 @@ def json_values(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def json_text(value: Any, **options: Any) -> str:
-    """Write a value as valid JSON, with null for NaN and infinity.
+def json_text(value: Any, **layout: Any) -> str:
+    """Convert a value to valid JSON, with null for NaN and infinity.
 
-    `options` are those of `json.dumps` that concern the layout. Objects that JSON cannot hold are
-    written as text.
+    Objects that JSON cannot hold become text.
+
+    Args:
+        **layout: arguments of `json.dumps`, such as `indent` or `separators`.
     """
-    options |= {"ensure_ascii": False, "allow_nan": False, "default": _plain}
+    options = layout | {"ensure_ascii": False, "allow_nan": False, "default": _serializable}
     try:
         text = json.dumps(value, **options)
-    except (TypeError, ValueError):  # of keys; of NaN
+    except (TypeError, ValueError):  # TypeError for keys, ValueError for NaN
         text = json.dumps(json_values(value), **options)
     return _encodable(text)
 
 
-def _plain(value: Any) -> Any:
-    plain = json_values(value)
-    return str(value) if plain is value else plain
+def _serializable(value: Any) -> Any:
+    """Convert an object that `json.dumps` does not know, if need be to text."""
+    converted = json_values(value)
+    return str(value) if converted is value else converted
 
 
-def _key(key: Any) -> Any:
-    """A key that JSON can hold: text, numbers, and None as they are."""
+def _json_key(key: object) -> str | int | float | None:
+    """Convert a dictionary key to one that JSON can hold: text, a finite number, or None."""
     if isinstance(key, str):
         return _encodable(key)
-    is_finite = not isinstance(key, float) or math.isfinite(key)
-    return key if key is None or (isinstance(key, (int, float)) and is_finite) else str(key)
+    if key is None or isinstance(key, int):
+        return key
+    if isinstance(key, float) and math.isfinite(key):
+        return key
+    return str(key)
 
 
-class StepLines:
-    """A file of JSON lines, each with `step`, the optimizer step that it belongs to.
+class JsonLinesFile:
+    """A file of JSON records, one per line, each with the optimizer `step` it belongs to.
 
-    It is whole at any instant, and made with its first line.
+    The first record creates the file. A reader always finds a complete file, except perhaps for its
+    last line.
     """
 
     def __init__(self, path: Path):
         self.path = path
 
     def add(self, records: Iterable[dict[str, Any]]) -> None:
-        """Append records; NaN becomes null, and what JSON cannot hold otherwise, text."""
+        """Append records. NaN becomes null, and other objects that JSON cannot hold become text."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
             for record in records:
                 file.write(json_text(record) + "\n")
 
     def read(self) -> Iterator[dict[str, Any]]:
-        """Yield the records, without a last line that is being written or was cut off.
+        """Yield the records, except for a last line that is incomplete.
 
-        A crash may have cut it inside a character of several bytes.
+        Another process may be writing it, or a crash may have cut it, even inside a multi-byte
+        character.
         """
         if not self.path.exists():
             return
         with self.path.open(encoding="utf-8", errors="replace") as file:
-            for line in file:  # splitlines would split at more than \n
+            for line in file:  # not `splitlines`, which also splits at other characters than \n
                 with suppress(ValueError):
                     if line.endswith("\n"):
                         yield json.loads(line)
 
-    def keep_until(self, step: int) -> None:
-        """Drop what a run that went further than `step` wrote, and lines that a crash cut off."""
+    def drop_after(self, step: int) -> None:
+        """Remove the records of steps after `step`, and lines that a crash cut off."""
         if not self.path.exists():
             return
-        kept = StepLines(self.path.with_suffix(".kept"))
-        kept.path.write_text("")
-        kept.add(record for record in self.read() if record["step"] <= step)
-        kept.path.replace(self.path)
+        shortened = JsonLinesFile(self.path.with_suffix(".kept"))
+        shortened.path.write_text("")
+        shortened.add(record for record in self.read() if record["step"] <= step)
+        shortened.path.replace(self.path)

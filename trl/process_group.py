@@ -1,12 +1,12 @@
-"""Whether this process was launched as one of several, and what connects them."""
+"""Find out whether this process was launched as one of several, and how they are connected."""
 
 import os
 import sys
 
 import torch
 
-# Variables in which launchers write how many processes they started together: torchrun, three kinds
-# of MPI, and srun.
+# Environment variables in which launchers give the number of processes: torchrun, three MPI
+# implementations, and srun.
 LAUNCHED_PROCESSES = (
     "WORLD_SIZE",
     "PMI_SIZE",
@@ -22,20 +22,21 @@ _SHARDING_ENGINES = {
 
 
 def has_accelerator() -> bool:
-    """Whether processes can be connected over an accelerator of this machine, such as GPUs.
+    """Return whether processes can train together on accelerators of this machine, such as GPUs.
 
-    `ACCELERATE_TORCH_DEVICE` names a device that accelerate uses whatever it finds.
+    If `ACCELERATE_TORCH_DEVICE` is set, accelerate uses that device without looking for others.
     """
     if "ACCELERATE_TORCH_DEVICE" in os.environ:
         return True
     device = torch.accelerator.current_accelerator(check_available=True)
-    return device is not None and device.type != "mps"  # which one process uses alone
+    return device is not None and device.type != "mps"  # only one process can use MPS
 
 
 def launched_on_cpu() -> bool:
-    """Whether the launcher of this process, or the lack of accelerators, puts it on the CPU.
+    """Return whether this process should train on the CPU.
 
-    Accelerate connects processes over CPUs only if it is told to use the CPU.
+    True if the launcher asks for it, or if several processes were launched on a machine without
+    accelerators: accelerate connects processes on CPUs only if its `cpu` option is set.
     """
     if _is_on("ACCELERATE_USE_CPU"):
         return True
@@ -46,29 +47,32 @@ def launched_on_cpu() -> bool:
 
 
 def launched_processes() -> tuple[str, int]:
-    """How many processes were launched together with this one, and the variable that says so."""
-    counts = {name: os.environ.get(name, "") for name in LAUNCHED_PROCESSES}
+    """Return the number of processes launched together, after the variable that gives it.
+
+    The variable is "" and the number 1 if no variable is set.
+    """
+    values = {name: os.environ.get(name, "") for name in LAUNCHED_PROCESSES}
     if sys.stdin is not None and sys.stdin.isatty():
-        # An interactive shell of `srun --pty` inherits the size of the step but runs alone.
-        del counts["SLURM_STEP_NUM_TASKS"]
-    processes = {name: int(count) for name, count in counts.items() if count.isdecimal()}
-    name = max(processes, key=lambda name: processes[name], default="")
-    return name, max(1, processes.get(name, 1))
+        # A shell started by `srun --pty` inherits the number of tasks, but its programs run alone.
+        del values["SLURM_STEP_NUM_TASKS"]
+    process_counts = {name: int(value) for name, value in values.items() if value.isdecimal()}
+    name = max(process_counts, key=lambda name: process_counts[name], default="")
+    return name, max(1, process_counts.get(name, 1))
 
 
 def sharding_engine() -> str | None:
-    """The engine that divides the model among processes, if the launcher chose one."""
+    """Return the engine that shards the model across processes, if the launcher chose one."""
     return next((engine for name, engine in _SHARDING_ENGINES.items() if _is_on(name)), None)
 
 
 def check_not_alone(processes: int) -> None:
-    """Refuse to train alone in a process that was launched as one of several.
+    """Raise an error if this process was launched as one of several but is not connected to them.
 
     Args:
-        processes: how many are connected, this one included.
+        processes: number of connected processes, including this one.
 
     Raises:
-        ValueError: each of them would train alone and write over the files of the others.
+        ValueError: each process would train alone and overwrite the files of the others.
     """
     name, launched = launched_processes()
     if processes > 1 or launched == 1:

@@ -1,4 +1,4 @@
-"""What this process is doing now, for a display. Imports the standard library alone."""
+"""What this process is working on now, for progress displays. Standard library only."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,11 +9,11 @@ Watcher = Callable[["Activity"], None]
 
 @dataclass(frozen=True)
 class Activity:
-    """A phase of a step."""
+    """A phase of a training step, and how far it is."""
 
     name: str  # such as "generation"
-    rows: int = 0  # that this process works on; 0 where that is not known
-    done: int = 0  # of them
+    rows: int = 0  # rows this process works on; 0 if unknown
+    done: int = 0  # rows finished so far
 
 
 _watchers: list[Watcher] = []
@@ -21,20 +21,21 @@ _current = Activity("")
 
 
 def begin(name: str, rows: int = 0) -> None:
-    """Say which phase begins, and with how many rows."""
-    _tell(Activity(name, rows))
+    """Start a phase of `rows` rows."""
+    _set_activity(Activity(name, rows))
 
 
 def finish(rows: int) -> None:
-    """Say that this many more rows of the current phase are finished."""
+    """Count `rows` more rows of the current phase as finished."""
     if rows:
-        done = min(_current.done + rows, _current.rows)  # work may be repeated in smaller pieces
-        _tell(Activity(_current.name, _current.rows, done))
+        # Work that ran out of memory is repeated in smaller chunks, so rows may be counted twice.
+        done = min(_current.done + rows, _current.rows)
+        _set_activity(Activity(_current.name, _current.rows, done))
 
 
 @contextmanager
-def watched(watcher: Watcher) -> Iterator[None]:
-    """Call `watcher` with each activity that begins or goes on inside."""
+def report_progress_to(watcher: Watcher) -> Iterator[None]:
+    """Call `watcher` with each activity that starts or advances inside the block."""
     _watchers.append(watcher)
     try:
         yield
@@ -42,7 +43,7 @@ def watched(watcher: Watcher) -> Iterator[None]:
         _watchers.remove(watcher)
 
 
-def _tell(activity: Activity) -> None:
+def _set_activity(activity: Activity) -> None:
     global _current
     _current = activity
     for watcher in list(_watchers):

@@ -1,4 +1,4 @@
-"""The state of the global random numbers, kept and restored."""
+"""Save and restore the state of the global random number generators."""
 
 import random
 from collections.abc import Iterator
@@ -8,26 +8,31 @@ import numpy as np
 import torch
 
 
-class RandomState:
-    """The state of torch's random numbers at a point."""
+class TorchRngState:
+    """The state of torch's generators, on the CPU and on all CUDA devices, when it was created."""
 
     def __init__(self) -> None:
-        self._cpu = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        self._cpu_state = torch.get_rng_state()
+        self._cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
     def restore(self) -> None:
-        """Go back to that point."""
-        torch.set_rng_state(self._cpu)
-        torch.cuda.set_rng_state_all(self._cuda)
+        """Set the generators back to this state."""
+        torch.set_rng_state(self._cpu_state)
+        torch.cuda.set_rng_state_all(self._cuda_states)
 
 
 @contextmanager
-def random_numbers_kept() -> Iterator[None]:
-    """What is drawn inside, of Python, NumPy and torch, does not change what is drawn later."""
-    python, numpy, tensors = random.getstate(), np.random.get_state(), RandomState()
+def preserve_rng_state() -> Iterator[None]:
+    """Restore the generators of Python, NumPy and torch on exit.
+
+    Random numbers drawn inside the block do not change the numbers drawn after it.
+    """
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
+    torch_state = TorchRngState()
     try:
         yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        tensors.restore()
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch_state.restore()

@@ -1,7 +1,7 @@
-"""Calling functions that users wrote: limited in time, with failures as values.
+"""Call users' functions with a time limit, and return their failures as values.
 
-Calls with a limit run in threads of their own. These get the settings that torch has for the
-calling thread, which a new one would lack: the CUDA device, which is 0 at first on every rank, the
+Calls with a time limit run in another thread. That thread takes over the per-thread settings of
+torch from the calling thread: the CUDA device (a new thread would use device 0 on every rank), the
 default device, and whether gradients are recorded.
 """
 
@@ -14,73 +14,83 @@ import threading
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-# What a function may raise without ending the process before the other ranks know of it.
+if TYPE_CHECKING:
+    import torch
+
+# Exceptions that are returned as failures, so that all ranks learn of them before a process ends.
 FAILURES = (Exception, SystemExit, asyncio.CancelledError)
 
-UNCHANGEABLE = frozenset({str, int, float, bool, type(None)})
-Work = queue.SimpleQueue[tuple[Callable[[], Any], Future["Outcome"]]]
+IMMUTABLE_TYPES = frozenset({str, int, float, bool, type(None)})
+CallQueue = queue.SimpleQueue[tuple[Callable[[], Any], Future["Outcome"]]]
 
 
-def copied(value: Any) -> Any:
-    """Copy nested lists, tuples and dictionaries: a function may then change what it is given.
+def copy_containers(value: Any) -> Any:
+    """Copy nested lists, tuples and dictionaries, so that a user's function may modify them.
 
-    Objects of other types, such as environments, are shared.
+    Objects of other types, such as environments, are shared with the original.
     """
-    kind = type(value)
-    if kind is dict:
-        return {key: copied(entry) for key, entry in value.items()}
-    if kind is list or kind is tuple:
-        is_flat = UNCHANGEABLE.issuperset(map(type, value))  # lists of a million token ids
-        return kind(value if is_flat else map(copied, value))
+    container = type(value)
+    if container is dict:
+        return {key: copy_containers(entry) for key, entry in value.items()}
+    if container is list or container is tuple:
+        # Lists of numbers, such as a million token ids, are copied at once.
+        is_flat = IMMUTABLE_TYPES.issuperset(map(type, value))
+        return container(value if is_flat else map(copy_containers, value))
     return value
 
 
-class TooSlow(Exception):
-    """A call went beyond its limit. Not a `TimeoutError`, which functions may raise themselves."""
+class CallTimeout(Exception):
+    """A call exceeded its time limit.
+
+    Not a `TimeoutError`, which a user's function may raise itself.
+    """
 
     def __init__(self, seconds: float, blocks: bool = False):
         self.blocks = blocks
-        why = " and blocks the event loop; it must await, or be a plain function" if blocks else ""
-        super().__init__(f"took longer than {seconds:g} seconds{why}")
+        message = f"took longer than {seconds:g} seconds"
+        if blocks:
+            message += " and blocks the event loop; it must await, or be a plain function"
+        super().__init__(message)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a call returned, or why it did not."""
+    """The result of a call: the returned value, or the exception that it raised."""
 
     value: Any = None
     failure: BaseException | None = None
 
     @classmethod
     def of(cls, function: Callable[[], Any]) -> Self:
-        """Call a function; only what ends the program on purpose, such as Ctrl-C, is raised."""
+        """Call a function and catch `FAILURES`; Ctrl-C still ends the program."""
         try:
             return cls(function())
         except FAILURES as error:
             return cls(failure=error)
 
     @property
-    def words(self) -> str:
-        """Say what went wrong: `took longer than 5 seconds`, or `KeyError: 'x'`."""
-        if isinstance(self.failure, TooSlow):
+    def error_text(self) -> str:
+        """Describe the failure, such as "took longer than 5 seconds" or "KeyError: 'x'"."""
+        if isinstance(self.failure, CallTimeout):
             return str(self.failure)
         return f"{type(self.failure).__name__}: {self.failure}"
 
 
 @dataclass(frozen=True)
 class TorchSettings:
-    """Settings of torch that each thread has for itself."""
+    """The settings that torch keeps for each thread."""
 
     records_gradients: bool
-    default_device: Any  # torch.device
-    cuda_device: int | None  # None: CUDA is not in use
+    default_device: "torch.device"
+    cuda_device: int | None  # None if CUDA is not in use
 
     @classmethod
     def of_this_thread(cls) -> Self | None:
-        """Those of the calling thread; None if torch was not imported."""
-        if (torch := sys.modules.get("torch")) is None:
+        """Return the settings of the calling thread; None if torch is not imported."""
+        torch = sys.modules.get("torch")
+        if torch is None:
             return None
         uses_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
         return cls(
@@ -90,7 +100,7 @@ class TorchSettings:
         )
 
     def apply(self) -> None:
-        """Take them over in the calling thread."""
+        """Use these settings in the calling thread."""
         torch = sys.modules["torch"]
         torch.set_grad_enabled(self.records_gradients)
         if torch.get_default_device() != self.default_device:
@@ -100,65 +110,77 @@ class TorchSettings:
 
 
 class TimedCalls:
-    """Calls functions one after the other, coroutine functions all at once, for `seconds` each."""
+    """Calls plain functions one after the other, and coroutine functions concurrently.
+
+    Each call may take `seconds`; None means without a limit.
+    """
 
     def __init__(self, seconds: float | None):
         self._seconds = seconds
-        self._worker: Work | None = None
+        self._worker: CallQueue | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def __call__(self, functions: Sequence[Callable[[], Any]]) -> list[Outcome]:
         """Call functions, coroutine functions last, and return their outcomes in order."""
-        outcomes = {i: self._run(call) for i, call in enumerate(functions) if not is_async(call)}
-        waiting = [i for i in range(len(functions)) if i not in outcomes]
-        found = self._run_at_once([functions[i] for i in waiting]) if waiting else []
-        outcomes |= zip(waiting, found, strict=True)
-        return [outcomes[i] for i in range(len(functions))]
+        outcomes: dict[int, Outcome] = {}
+        async_indices = []
+        for index, function in enumerate(functions):
+            if is_async(function):
+                async_indices.append(index)
+            else:
+                outcomes[index] = self._run(function)
+        if async_indices:
+            async_outcomes = self._run_concurrently([functions[i] for i in async_indices])
+            outcomes |= zip(async_indices, async_outcomes, strict=True)
+        return [outcomes[index] for index in range(len(functions))]
 
     def _run(self, function: Callable[[], Any]) -> Outcome:
-        if self._seconds is None:  # in the calling thread, where there is no limit
+        if self._seconds is None:  # no thread is needed without a limit
             return Outcome.of(function)
-        self._worker = self._worker or _worker()
+        if self._worker is None:
+            self._worker = _start_worker()
         future: Future[Outcome] = Future()
         settings = TorchSettings.of_this_thread()
 
-        def work() -> Any:
+        def call_with_settings() -> Any:
             if settings is not None:
                 settings.apply()
             return function()
 
-        self._worker.put((work, future))
+        self._worker.put((call_with_settings, future))
         if wait([future], self._seconds).not_done:
-            self._worker = None  # a thread cannot be stopped, only left behind
-            return Outcome(failure=TooSlow(self._seconds))
+            self._worker = None  # a thread cannot be stopped, so the next call starts a new one
+            return Outcome(failure=CallTimeout(self._seconds))
         return future.result()
 
-    def _run_at_once(self, functions: Sequence[Callable[[], Awaitable[Any]]]) -> list[Outcome]:
+    def _run_concurrently(self, functions: Sequence[Callable[[], Awaitable[Any]]]) -> list[Outcome]:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=self._loop.run_forever, daemon=True).start()
-        loop, seconds = self._loop, self._seconds
-        if (settings := TorchSettings.of_this_thread()) is not None:
+        loop = self._loop
+        seconds = self._seconds
+        settings = TorchSettings.of_this_thread()
+        if settings is not None:
             loop.call_soon_threadsafe(settings.apply)
         futures: list[Future[Outcome]] = [Future() for _ in functions]
         for function, future in zip(functions, futures, strict=True):
             asyncio.run_coroutine_threadsafe(_limited(function, seconds, future), loop)
-        # The loop ends calls that take too long, unless one of them keeps it from doing so.
+        # The event loop cancels calls that take too long, unless one of them blocks the loop.
         while wait(futures, seconds).not_done:
-            answer = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop)
-            if wait([answer], seconds).not_done:
+            probe = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop)
+            if wait([probe], seconds).not_done:
                 self._loop = None
                 break
-        late = Outcome(failure=TooSlow(seconds or 0.0, blocks=True))
-        return [future.result() if future.done() else late for future in futures]
+        blocked = Outcome(failure=CallTimeout(seconds or 0.0, blocks=True))
+        return [future.result() if future.done() else blocked for future in futures]
 
 
-def is_async(function: Any) -> bool:
-    """Whether it is a coroutine function, or an object whose call is one."""
+def is_async(function: object) -> bool:
+    """Return whether calling it gives a coroutine: an async function, or one in `__call__`."""
     while isinstance(function, functools.partial):
         function = function.func
-    called = getattr(function, "__call__", None)  # noqa: B004
-    return any(map(inspect.iscoroutinefunction, (function, called)))
+    call_method = getattr(function, "__call__", None)  # noqa: B004
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call_method)
 
 
 async def _limited(
@@ -168,22 +190,22 @@ async def _limited(
     try:
         async with limit:
             outcome = Outcome(await function())
-    except FAILURES as error:  # SystemExit would end the loop
-        outcome = Outcome(failure=TooSlow(seconds or 0.0) if limit.expired() else error)
-    future.set_result(outcome)  # now, for the next coroutine may block the loop
+    except FAILURES as error:  # including SystemExit, which would end the event loop
+        outcome = Outcome(failure=CallTimeout(seconds or 0.0) if limit.expired() else error)
+    future.set_result(outcome)  # set here, because the next coroutine may block the loop
 
 
-def _worker() -> Work:
-    """Calls for one thread to make in order, which does not keep the process from ending."""
-    work: Work = queue.SimpleQueue()
+def _start_worker() -> CallQueue:
+    """Start a daemon thread, and return the queue of the calls that it makes in order."""
+    calls: CallQueue = queue.SimpleQueue()
 
     def run() -> None:
         while True:
-            function, future = work.get()
+            function, future = calls.get()
             try:
                 future.set_result(Outcome.of(function))
             except BaseException as error:
                 future.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
-    return work
+    return calls

@@ -66,7 +66,7 @@ def test_options_that_continuous_batching_cannot_honor(tmp_path, change):
 def test_sharded_layers_run_in_step_unless_they_are_gathered_at_once(
     tmp_path, monkeypatch, shares, gather, in_step
 ):
-    monkeypatch.setattr(Ranks, "share_weights", shares)
+    monkeypatch.setattr(Ranks, "shards_weights", shares)
     trainer = make_trainer(tmp_path, ds3_gather_for_generation=gather)
     assert trainer.policy.layers_in_step == in_step
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny import tiny_model
 
-from trl.memory.adaptive_batch import AdaptiveBatch, RandomState, RowTooLargeError, drop_frames
+from trl.memory.adaptive_batch import AdaptiveBatch, RowTooLargeError, TorchRngState, drop_frames
 from trl.ops.oom import is_out_of_memory
 
 
@@ -129,7 +129,7 @@ def test_a_failure_takes_back_what_earlier_calls_did():
         return rows
 
     torch.manual_seed(2)
-    beginning = RandomState()
+    beginning = TorchRngState()
     expected = torch.rand(10).tolist()
     beginning.restore()
     batch.run(4, work, reset=pytest.fail)

@@ -13,7 +13,7 @@ from tiny import tiny_model
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from trl.json_files import StepLines
+from trl.json_files import JsonLinesFile
 from trl.memory.callback import MemoryCallback, Timeline, draw, spans
 from trl.memory.meter import PHASES, PhaseEvent, PhaseMeter
 
@@ -55,7 +55,7 @@ def make(folder, callbacks=(), trainer_class=Trainer, **options):
 
 
 def phases(folder, step=None):
-    records = StepLines(folder / "memory.jsonl").read()
+    records = JsonLinesFile(folder / "memory.jsonl").read()
     return [r["phase"] for r in records if step in (None, r["step"])]
 
 
@@ -71,7 +71,7 @@ def test_phases_of_a_plain_trainer_in_order(tmp_path):
     assert phases(tmp_path, step=1) == ONE_STEP
     assert phases(tmp_path, step=2) == ONE_STEP
     assert len(phases(tmp_path)) == 10
-    records = list(StepLines(tmp_path / "memory.jsonl").read())
+    records = list(JsonLinesFile(tmp_path / "memory.jsonl").read())
     for before, after in pairwise(records):
         assert before["start"] <= before["end"] <= after["start"]
 
@@ -90,7 +90,9 @@ def test_passes_are_where_they_should_be(tmp_path):
     head.register_full_backward_hook(lambda *_: held.append(_block(40)))
     trainer.create_optimizer().register_step_post_hook(lambda *_: held.append(_block(60)))
     trainer.train()
-    ends = {r["phase"]: r.get("tensors_gb") for r in StepLines(tmp_path / "memory.jsonl").read()}
+    ends = {
+        r["phase"]: r.get("tensors_gb") for r in JsonLinesFile(tmp_path / "memory.jsonl").read()
+    }
     if None in ends.values():
         pytest.skip("the system does not tell")
     assert ends["backward"] - ends["forward"] == pytest.approx(0.04, abs=0.002)
@@ -107,7 +109,7 @@ def test_metrics_are_logged_and_remembered(tmp_path):
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert len(logged) == 2
     by_step = {1: {}, 2: {}}
-    for record in StepLines(tmp_path / "memory.jsonl").read():
+    for record in JsonLinesFile(tmp_path / "memory.jsonl").read():
         for name in ("peak_gb", "tensors_gb"):
             if name in record:
                 key = f"memory/{record['phase']}/{name}"
@@ -216,11 +218,11 @@ def test_a_second_training_after_one_that_failed(tmp_path):
 
 def test_resumed_training_goes_on_with_the_file(tmp_path):
     make(tmp_path, [MemoryCallback(chart=False)], save_strategy="steps", save_steps=1).train()
-    before = list(StepLines(tmp_path / "memory.jsonl").read())
+    before = list(JsonLinesFile(tmp_path / "memory.jsonl").read())
     make(tmp_path, [MemoryCallback(chart=False)]).train(
         resume_from_checkpoint=str(tmp_path / "checkpoint-1")
     )
-    after = list(StepLines(tmp_path / "memory.jsonl").read())
+    after = list(JsonLinesFile(tmp_path / "memory.jsonl").read())
     assert [r["step"] for r in after] == [1] * 5 + [2] * 5
     assert after[:5] == before[:5]
     assert after[5]["start"] == before[4]["end"]
@@ -283,10 +285,10 @@ def test_one_line_for_each_phase_at_once(tmp_path):
     assert [json.loads(line) for line in timeline.path.read_text().splitlines()] == [expected]
     timeline.step = 2
     timeline.add(event("forward", 7.0, 9.0, peak=3e9))
-    second = list(StepLines(timeline.path).read())[1]
+    second = list(JsonLinesFile(timeline.path).read())[1]
     assert (second["step"], second["start"], second["end"], second["peak_gb"]) == (2, 2.0, 4.0, 3.0)
     timeline.add(event("forward", 9.0, 9.5))
-    assert len(list(StepLines(timeline.path).read())) == 3
+    assert len(list(JsonLinesFile(timeline.path).read())) == 3
 
 
 def test_other_processes_write_nothing(tmp_path):
@@ -307,11 +309,11 @@ def test_a_resumed_run_replaces_the_steps_it_repeats(tmp_path):
     write(path, [1, 1, 2, 3])
     with path.open("a") as file:
         file.write('{"step": 3, "phase"')  # cut off by a kill
-    assert [record["step"] for record in StepLines(path).read()] == [1, 1, 2, 3]
+    assert [record["step"] for record in JsonLinesFile(path).read()] == [1, 1, 2, 3]
     timeline = Timeline(path, step=2)
     timeline.step = 3
     timeline.add(event("backward", 100.0, 101.0))
-    records = list(StepLines(path).read())
+    records = list(JsonLinesFile(path).read())
     assert [record["step"] for record in records] == [1, 1, 2, 3]
     assert (records[3]["phase"], records[3]["start"], records[3]["end"]) == ("backward", 2.5, 3.5)
 
@@ -320,7 +322,7 @@ def test_a_new_run_begins_a_new_file(tmp_path):
     path = tmp_path / "memory.jsonl"
     write(path, [1, 2])
     write(path, [1])
-    assert len(list(StepLines(path).read())) == 1
+    assert len(list(JsonLinesFile(path).read())) == 1
 
 
 def test_a_broken_line_ends_what_is_kept(tmp_path):
@@ -328,7 +330,7 @@ def test_a_broken_line_ends_what_is_kept(tmp_path):
     write(path, [1])
     path.write_text(path.read_text() + "no json\n")
     Timeline(path, step=5)
-    assert [record["step"] for record in StepLines(path).read()] == [1]
+    assert [record["step"] for record in JsonLinesFile(path).read()] == [1]
     assert path.read_text().count("\n") == 1
 
 
@@ -346,7 +348,7 @@ def test_lines_survive_a_kill(tmp_path):
     )
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ, timeout=120)
     assert ended.returncode == -signal.SIGKILL
-    assert [(r["start"], r["end"], r["peak_gb"]) for r in StepLines(path).read()] == [
+    assert [(r["start"], r["end"], r["peak_gb"]) for r in JsonLinesFile(path).read()] == [
         (0.0, 1.0, 7.0),
         (1.0, 2.0, 7.0),
         (2.0, 3.0, 7.0),

@@ -175,7 +175,7 @@ class _Rank:
     def __getattr__(self, name):
         return getattr(self._own, name)
 
-    def objects_on_first(self, value):
+    def gather_objects_on_rank_0(self, value):
         self._gathered.append(value)
         return self._gathered if self.rank == 1 else []
 

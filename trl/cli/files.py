@@ -7,7 +7,7 @@ from typing import Any
 import datasets.config
 from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 
-from ..sources import missing_from_hub, nearest_path, offline_variable
+from ..sources import nearest_path, offline_variable, why_not_on_hub
 from .data_files import ENDINGS, KINDS, load_files, naming_files
 
 
@@ -41,7 +41,7 @@ def _from_hub(name: str, config: str | None, streaming: bool, option: str) -> An
     path = Path(name)
     # With the hub switched off, loading looks into the cache, and fails at once.
     may_load = offline_variable() is not None or _is_cached(name)
-    if not may_load and (reason := missing_from_hub(name, "dataset")) is not None:
+    if not may_load and (reason := why_not_on_hub(name, "dataset")) is not None:
         raise ValueError(f"{option} {name}: {reason}.{_nearest(path)}")
     try:
         return load_dataset(name, name=config, streaming=streaming)

@@ -11,7 +11,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from ..json_files import StepLines, json_text
+from ..json_files import JsonLinesFile, json_text
 from ..number_format import format_bytes
 from ..redaction import redact
 from ..transcripts import transcript
@@ -102,10 +102,10 @@ def read_run(folder: Path, most: int) -> dict[str, Any]:
 def _metrics(folder: Path) -> list[dict[str, Any]]:
     """The logs, with the seconds of each phase of their step."""
     seconds: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for event in StepLines(folder / "memory.jsonl").read():
+    for event in JsonLinesFile(folder / "memory.jsonl").read():
         seconds[event["step"]][f"seconds/{event['phase']}"] += event["end"] - event["start"]
     found = []
-    for log in StepLines(folder / "metrics.jsonl").read():
+    for log in JsonLinesFile(folder / "metrics.jsonl").read():
         numbers = {name: x for name, x in log.items() if isinstance(x, int | float)}
         numbers |= seconds.get(log["step"], {})
         found.append({name: x for name, x in numbers.items() if math.isfinite(x)})

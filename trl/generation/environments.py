@@ -9,7 +9,7 @@ from typing import Any
 from ..distributed import Ranks
 from ..json_files import without_surrogates
 from ..suggestions import did_you_mean
-from ..timed_calls import copied
+from ..timed_calls import copy_containers
 from ..types import Prompts
 from .base import AroundEngine, Generations, Sampling
 from .tools.calls import schema_of
@@ -79,7 +79,9 @@ class Environments:
             environment = pool[taken[name]]
             taken[name] += 1
             given = {key: value for key, value in row.items() if self._is_single or key != CHOICE}
-            prompt = _observed(row["prompt"], environment.reset(**copied(given)), type(environment))
+            prompt = _observed(
+                row["prompt"], environment.reset(**copy_containers(given)), type(environment)
+            )
             options = dict(row.get("chat_template_kwargs") or {})
             options["tools"] = self._schemas[name] or None
             environments.append(environment)

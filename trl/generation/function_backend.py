@@ -8,7 +8,7 @@ from typing import Any
 from ..data.bounds import ModelBounds
 from ..distributed import Ranks
 from ..json_files import without_surrogates
-from ..timed_calls import copied
+from ..timed_calls import copy_containers
 from ..types import Prompts
 from .base import AroundEngine, FinishReason, Generations, Sampling
 
@@ -59,7 +59,9 @@ class FunctionBackend(AroundEngine):
         function failed on another rank, it is a `RankError`.
         """
         with self.ranks.fail_together("rollout_func"):
-            tokens, columns = _checked(self.function(copied(prompts.messages)), len(prompts))
+            tokens, columns = _checked(
+                self.function(copy_containers(prompts.messages)), len(prompts)
+            )
             _check_ids(tokens, self.bounds)
         finish: list[FinishReason] = [
             "stop" if ids and ids[-1] in sampling.stop_ids else "length"

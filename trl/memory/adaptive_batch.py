@@ -9,7 +9,7 @@ import torch
 from transformers.utils import logging
 
 from ..ops.oom import is_out_of_memory
-from ..random_numbers import RandomState
+from ..random_numbers import TorchRngState
 
 logger = logging.get_logger(__name__)
 
@@ -67,13 +67,13 @@ class AdaptiveBatch:
         If a row does not fit alone, a `RowTooLargeError` is raised.
         """
         results: list[T] = []
-        random = RandomState()
+        random = TorchRngState()
         while start < total:
             size = min(total, self.size or total, most or total)
             rows = range(total)[start : start + size]
             if self._attempt(rows, work, results):
                 start = rows.stop
-                random = random if reset else RandomState()
+                random = random if reset else TorchRngState()
                 continue
             random.restore()  # before `reset`, which may know of an earlier point
             if reset is not None:

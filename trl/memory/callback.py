@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 from transformers.utils import logging
 
 from ..imports import is_available, require
-from ..json_files import StepLines
+from ..json_files import JsonLinesFile
 from ..torch_internals import tree_leaves
 from .meter import PHASES, PhaseEvent, PhaseMeter, merge_peaks
 
@@ -33,10 +33,10 @@ class Timeline:
 
     def __init__(self, path: Path, writes: bool = True, step: int = 0):
         self.path, self.step = path, step
-        self._lines = StepLines(path) if writes else None
+        self._lines = JsonLinesFile(path) if writes else None
         self._shift: float | None = None  # from the meter's clock to that of the lines
         if self._lines is not None:
-            self._lines.keep_until(step)
+            self._lines.drop_after(step)
 
     def add(self, event: PhaseEvent) -> None:
         """Write one phase."""
@@ -196,7 +196,7 @@ def draw(jsonl: Path, png: Path) -> bool:
     except ImportError as error:
         logger.warning_once(str(error))
         return False
-    if not (found := spans(StepLines(jsonl).read())):
+    if not (found := spans(JsonLinesFile(jsonl).read())):
         return False
     # Peaks of phases are often the same within a percent, so each has a panel of its own.
     shown = [phase for phase in PHASES if phase in found]

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..suggestions import did_you_mean
-from ..torch_internals import holds_tensors
+from ..torch_internals import is_wrapper_subclass
 
 PHASES = ("generation", "scoring", "rewards", "forward", "backward", "optimizer")
 GB = 1e9
@@ -258,6 +258,6 @@ def visible_tensor_bytes() -> int:
 def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
     """Return the storage of a tensor; None if it only has a shape, or tensors inside it."""
     with suppress(RuntimeError, ValueError):  # sparse, or not initialized yet
-        if not holds_tensors(tensor) and tensor.device.type != "meta":
+        if not is_wrapper_subclass(tensor) and tensor.device.type != "meta":
             return tensor.untyped_storage()
     return None

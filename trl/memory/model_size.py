@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
 
-from ..distributed import undivided_models
+from ..distributed import without_zero3_init
 from ..models.layout_check import why_not_shared
 from ..models.loading import add_adapter
 from ..models.loading import load_config as load_config
@@ -97,7 +97,7 @@ def _empty_model(
 ) -> Any:
     options = {"trust_remote_code": trust_remote_code, "attn_implementation": attention}
     kind = AutoModelForSequenceClassification if classifies else AutoModelForCausalLM
-    with torch.device("meta"), undivided_models():
+    with torch.device("meta"), without_zero3_init():
         return kind.from_config(config, dtype=torch.float32, **options)
 
 

@@ -1,5 +1,5 @@
 """The policy: loading, adapters, reference policy, scoring."""
 
-from ..imports import public_names
+from ..imports import lazy_exports
 
-__getattr__ = public_names(__name__)
+__getattr__ = lazy_exports(__name__)

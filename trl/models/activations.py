@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from ..torch_internals import change_count
+from ..torch_internals import version_counter
 from .patches import add_checkpoint_options, checkpointed_layers
 from .sharded import is_sharded
 
@@ -117,7 +117,7 @@ class ActivationOffloading:
         # A weak reference keeps the address of the storage from being given to another one.
         storage = StorageWeakRef(tensor.untyped_storage())
         layout = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
-        key = (storage.cdata, change_count(tensor), layout)
+        key = (storage.cdata, version_counter(tensor), layout)
         if key in self._known and (moved := self._known[key][1]()) is not None:
             return moved
         moved = _Moved(self._to_host(tensor.detach()), tensor.device, len(self._order))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from ..imports import require
-from ..torch_internals import compiled_from, forward_hooks, reshard_fsdp1
+from ..torch_internals import forward_hooks, module_before_compile, reshard_fsdp1
 
 # Holds the whole weights that belong to modules themselves, not to their children: in a block, or
 # in each call of a function that it decorates.
@@ -154,8 +154,8 @@ def unwrapped(model: nn.Module) -> Any:
     around: Any = (nn.parallel.DistributedDataParallel, nn.DataParallel, FullyShardedDataParallel)
     if "deepspeed" in sys.modules:  # otherwise nothing can be wrapped by it
         around += (require("deepspeed", "DeepSpeed").DeepSpeedEngine,)
-    while isinstance(found, around) or compiled_from(found) is not None:
-        found = found.module if isinstance(found, around) else compiled_from(found)
+    while isinstance(found, around) or module_before_compile(found) is not None:
+        found = found.module if isinstance(found, around) else module_before_compile(found)
     return found
 
 

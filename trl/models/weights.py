@@ -12,12 +12,12 @@ from torch.func import functional_call
 
 from ..distributed import Ranks
 from ..imports import require
-from ..torch_internals import WRAPPED, unsaved_buffers
+from ..torch_internals import WRAPPER_ATTRIBUTES, non_persistent_buffers
 from .sharded import fsdp1_units, gather_fsdp1, gather_of, gather_zero3, unwrapped, whole
 from .unwrap import VALUE_MODEL, causal_model, is_peft_model
 
 # Modules that only hold another one, by the attribute in which they do.
-WRAPPING = (*WRAPPED, "token_adapter")
+WRAPPING = (*WRAPPER_ATTRIBUTES, "token_adapter")
 Weights = Iterator[tuple[str, Tensor]]
 
 
@@ -131,7 +131,7 @@ def _own(block: _Block, seen: set[int]) -> Weights:
 
 def _buffers(name: str, module: nn.Module) -> Weights:
     for path, buffer in module.named_buffers(name, recurse=False):
-        if path.rpartition(".")[2] not in unsaved_buffers(module):
+        if path.rpartition(".")[2] not in non_persistent_buffers(module):
             yield path, buffer
 
 

@@ -188,7 +188,7 @@ class PromptEncoder:
     def _rows_kept(self, name: str, dataset: Dataset) -> list[int]:
         """Check all prompts of a dataset, and return the numbers of those not dropped."""
         sizes = partial(self.sizes, name, dataset)
-        lengths, largest = self._ranks.computed_on_first(sizes, f"checking the prompts of {name}")
+        lengths, largest = self._ranks.compute_on_rank_0(sizes, f"checking the prompts of {name}")
         long = np.zeros(len(lengths), dtype=bool)
         if self._limit.tokens is not None:
             long = lengths > self._limit.tokens

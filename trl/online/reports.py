@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..distributed import Ranks
 from ..imports import is_available, require
-from ..json_files import StepLines, json_values
+from ..json_files import JsonLinesFile, json_values
 from ..number_format import format_fixed
 from ..transcripts import transcript
 from ..types import Mode, Prompts, RewardTable
@@ -80,7 +80,7 @@ class Reports:
     """Collects the metrics of each mode; rank 0 appends to `folder/completions/<mode>.jsonl`."""
 
     def __init__(self, folder: str, ranks: Ranks, metrics: Mapping[Mode, MetricStore]):
-        self._files = {x: StepLines(Path(folder, "completions", f"{x}.jsonl")) for x in metrics}
+        self._files = {x: JsonLinesFile(Path(folder, "completions", f"{x}.jsonl")) for x in metrics}
         self._metrics = metrics
         self._ranks = ranks
         self._latest: dict[Mode, list[dict[str, Any]]] = {}
@@ -95,7 +95,7 @@ class Reports:
         record_lengths(store, counts[:, 0], counts[:, 1].bool())
         record_rewards(store, found.table)
         record_tools(store, found.generations.tool_calls)
-        ranks = self._ranks.objects_on_first(found.records(self._ranks.rank))
+        ranks = self._ranks.gather_objects_on_rank_0(found.records(self._ranks.rank))
         if self._ranks.rank == 0:
             self._latest[mode] = [record for records in ranks for record in records]
             self._files[mode].add(self._latest[mode])
@@ -109,8 +109,8 @@ class Reports:
         """Drop what a run that went further than `step` wrote, so no completion is there twice."""
         if self._ranks.rank == 0:
             # The evaluation of a step comes before its checkpoint, its training rounds after.
-            self._files["train"].keep_until(step - 1)
-            self._files["eval"].keep_until(step)
+            self._files["train"].drop_after(step - 1)
+            self._files["eval"].drop_after(step)
 
 
 def print_table(records: list[dict[str, Any]], step: int, count: int | None) -> None:

@@ -17,9 +17,9 @@ from transformers import (
 )
 
 from ..data.formats import text_of_parts
-from ..distributed import undivided_models
+from ..distributed import without_zero3_init
 from ..models.unwrap import causal_model, score_layer
-from ..sources import check_model_name, is_cached, missing_from_hub
+from ..sources import check_model_name, is_cached, why_not_on_hub
 from ..suggestions import did_you_mean
 
 TRAINED = (
@@ -167,7 +167,7 @@ def _model(
     model: Any = given
     if isinstance(given, str):
         _check_exists(given)
-        with undivided_models():
+        with without_zero3_init():
             model, info = AutoModelForSequenceClassification.from_pretrained(
                 given, num_labels=1, output_loading_info=True, **options
             )
@@ -205,7 +205,7 @@ def _check_exists(name: str) -> None:
     if path.exists() or is_cached(name):
         check_model_name(name)
         return
-    reason = missing_from_hub(name) if "/" in name else "there is no such folder"
+    reason = why_not_on_hub(name) if "/" in name else "there is no such folder"
     if reason is None:
         return
     beside = path.parent if path.parent.is_dir() else Path()

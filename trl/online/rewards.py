@@ -16,7 +16,7 @@ import torch
 
 from ..distributed import Ranks
 from ..number_format import pluralize
-from ..timed_calls import Outcome, TimedCalls, TooSlow, copied
+from ..timed_calls import CallTimeout, Outcome, TimedCalls, copy_containers
 from ..types import RewardTable
 from .reward_sources import ModelReward, RewardSource
 
@@ -64,10 +64,10 @@ class RewardInputs:
             columns[column] = found
 
         names = dict.fromkeys(name for row in self.rows for name in row if name not in RESERVED)
-        return {name: copied(self.column(name)) for name in names} | {
-            "prompts": copied(self.column("prompt")),
-            "completions": copied(self.completions),
-            "completion_ids": copied(self.completion_ids),
+        return {name: copy_containers(self.column(name)) for name in names} | {
+            "prompts": copy_containers(self.column("prompt")),
+            "completions": copy_containers(self.completions),
+            "completion_ids": copy_containers(self.completion_ids),
             "trainer_state": self.trainer_state,
             "log_extra": log_extra,
             "log_metric": log_metric,
@@ -252,10 +252,10 @@ def _missing_column(name: str, columns: Sequence[str]) -> str:
 
 def _rewards(name: str, outcome: Outcome, rows: int) -> list[float | None]:
     """One number or None for each row, or the `RewardError` that says what is wrong."""
-    if isinstance(outcome.failure, TooSlow):
-        raise _error(name, f"{outcome.words} (reward_timeout)") from outcome.failure
+    if isinstance(outcome.failure, CallTimeout):
+        raise _error(name, f"{outcome.error_text} (reward_timeout)") from outcome.failure
     if outcome.failure is not None:
-        raise _error(name, f"failed: {outcome.words}") from outcome.failure
+        raise _error(name, f"failed: {outcome.error_text}") from outcome.failure
     values = outcome.value
     if hasattr(values, "tolist"):  # tensors and arrays
         values = values.tolist()

@@ -1,6 +1,6 @@
 """The algorithms, and the skeletons on which they are built."""
 
-from ..imports import check_versions, public_names
+from ..imports import check_versions, lazy_exports
 
 check_versions()  # before what an old release lacks is imported
-__getattr__ = public_names(__name__)
+__getattr__ = lazy_exports(__name__)

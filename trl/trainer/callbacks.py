@@ -13,14 +13,14 @@ from transformers import TrainerCallback, TrainerState
 from transformers.utils import logging
 
 from ..distributed import Ranks
-from ..imports import public_names
-from ..json_files import StepLines, json_text
+from ..imports import lazy_exports
+from ..json_files import JsonLinesFile, json_text
 from ..models import reference as references
 from ..models.sharded import is_sharded, local_shard, release
 from ..redaction import redact
 from .base.checkpoint import load
 
-__getattr__ = public_names("trl.trainer")  # the callbacks that are in files of their own
+__getattr__ = lazy_exports("trl.trainer")  # the callbacks that are in files of their own
 logger = logging.get_logger(__name__)
 REFERENCE_FILE = "reference.pt"
 
@@ -203,9 +203,9 @@ class RunRecord(TrainerCallback):
             record["quantization"] = quantization.to_dict()
         text = json_text(redact(record), indent=1)
         (folder / "run.json").write_text(text, encoding="utf-8")
-        StepLines(folder / "metrics.jsonl").keep_until(state.global_step or -1)  # -1: a new run
+        JsonLinesFile(folder / "metrics.jsonl").drop_after(state.global_step or -1)  # -1: a new run
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Append what was logged, with its step."""
         if state.is_world_process_zero and state.log_history:
-            StepLines(Path(args.output_dir) / "metrics.jsonl").add(state.log_history[-1:])
+            JsonLinesFile(Path(args.output_dir) / "metrics.jsonl").add(state.log_history[-1:])

@@ -167,7 +167,7 @@ class GRPOTrainer(OnlineTrainer):
         """
         entropies = torch.as_tensor(batch.entropies)
         counted = entropies.masked_fill(~batch.loss_mask, -torch.inf)
-        missing = int(self.ranks.largest(counted.shape[1])) - counted.shape[1]
+        missing = int(self.ranks.max(counted.shape[1])) - counted.shape[1]
         every = self.ranks.gather(pad(counted, (0, missing), value=-torch.inf))
         threshold = entropy_threshold(every.flatten(), self.args.top_entropy_quantile)
         return high_entropy_mask(entropies, batch.loss_mask, threshold)

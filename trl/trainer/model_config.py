@@ -10,7 +10,7 @@ import torch
 from ..imports import require
 from ..models.adapter_targets import split_names
 from ..models.loading import DTYPES
-from ..options import changed, option
+from ..options import changed_options, option
 from .base.options import Named, check_options
 
 ADAPTER_OPTIONS = (
@@ -113,7 +113,7 @@ def check_adapter_options(model_args: ModelConfig, written: Collection[str] = ()
     """
     if model_args.use_peft:
         return
-    names_in_use = {*changed(model_args, ADAPTER_OPTIONS).split(", "), *written}
+    names_in_use = {*changed_options(model_args, ADAPTER_OPTIONS), *written}
     names = [name for name in ADAPTER_OPTIONS if name in names_in_use]
     if names:
         options = ", ".join(f"{name}={getattr(model_args, name)!r}" for name in names)

@@ -11,7 +11,7 @@ from transformers.utils import logging
 
 from ..imports import require
 from ..number_format import format_metric, pluralize
-from ..progress import Activity, watched
+from ..progress import Activity, report_progress_to
 
 # What people look at while a run goes on, in this order, and the metrics that may stand for it.
 SHOWN = {
@@ -44,7 +44,7 @@ class ProgressDisplay(TrainerCallback):
         if state.is_world_process_zero:
             self._state, self._first = state, state.global_step
             self._started = self._updated = time.monotonic()
-            self._watching.enter_context(watched(self._follow))
+            self._watching.enter_context(report_progress_to(self._follow))
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self._updated = time.monotonic()

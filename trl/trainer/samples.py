@@ -15,12 +15,12 @@ from ..data.rows import Document
 from ..generation.base import NAMED, Sampling, row_seeds
 from ..generation.transformers.backend import TransformersBackend
 from ..imports import require
-from ..json_files import StepLines
+from ..json_files import JsonLinesFile
 from ..models.loading import context_length, stop_token_ids
 from ..models.unwrap import policy_for_inference
 from ..online.prompts import PromptEncoder
 from ..online.reports import log_table
-from ..random_numbers import random_numbers_kept
+from ..random_numbers import preserve_rng_state
 from ..transcripts import transcript
 from ..types import Prompts
 from .base.base_trainer import BaseTrainer
@@ -78,7 +78,7 @@ class Samples:
         # Ranks work in step, so the last ones repeat a prompt where there is none left.
         prompts = self._prompts.select([min(first + row, most - 1) for row in range(count)])
         seeds = row_seeds(("samples", trainer.args.seed, step), first, count)
-        with random_numbers_kept(), trainer.phases.inference("generation", count):
+        with preserve_rng_state(), trainer.phases.inference("generation", count):
             self._engine.sync_weights(step)
             found = self._engine.generate(prompts, self._sampling.replace(seeds=seeds), 1)
         prompts, ids = found.prompts(prompts), found.completion_ids
@@ -87,7 +87,7 @@ class Samples:
         unknown = {"step": step, "rewards": {}, "reward": None, "advantage": None}
         columns = zip(prompts.messages, texts, ids, found.finish, strict=True)
         rows = [unknown | dict(zip(names, row, strict=True)) for row in columns]
-        every = chain(*ranks.objects_on_first(rows))
+        every = chain(*ranks.gather_objects_on_rank_0(rows))
         return [row | {"group": place} for place, row in enumerate(islice(every, most))]
 
 
@@ -139,12 +139,14 @@ class LogCompletionsCallback(TrainerCallback):
         if not (freq or trainer.args.eval_steps):
             raise ValueError("LogCompletionsCallback needs freq, or the option eval_steps.")
         self._samples, self._freq = Samples(trainer, generation_config, num_prompts), freq
-        self._file = StepLines(Path(trainer.args.output_dir or "", "completions", "samples.jsonl"))
+        self._file = JsonLinesFile(
+            Path(trainer.args.output_dir or "", "completions", "samples.jsonl")
+        )
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Keep what was drawn until the step that training resumes from."""
         if state.is_world_process_zero:
-            self._file.keep_until(state.global_step or -1)
+            self._file.drop_after(state.global_step or -1)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Draw completions, if it is time."""

@@ -139,7 +139,7 @@ def test_engines_of_all_ranks_have_the_size_of_the_smallest(tmp_path, monkeypatc
     class Other(Ranks):
         """Another rank has half of everything."""
 
-        def largest(self, value):
+        def max(self, value):
             return max(value, value / 2)
 
     def memory(engine, shortest, measured):

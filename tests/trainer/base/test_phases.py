@@ -400,7 +400,7 @@ def test_nothing_is_measured_if_not_asked_to(tmp_path):
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_no_rank_goes_back_alone_where_others_wait_for_it(tmp_path, count):
-    ranks = SimpleNamespace(count=count, pass_alone=True)
+    ranks = SimpleNamespace(count=count, allows_uneven_passes=True)
     phases = Phases(config(tmp_path), ranks, MetricStore(), nn.Linear(1, 1))
     assert phases.batches["training"].disabled == (count > 1)
     assert phases.adaptive("scoring", alone=True).disabled

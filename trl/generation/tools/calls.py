@@ -15,7 +15,7 @@ from transformers.utils import get_json_schema
 from ...data.templates import read_response, reads_responses
 from ...json_files import json_text, without_surrogates
 from ...suggestions import did_you_mean
-from ...timed_calls import Outcome, TimedCalls, TooSlow, copied
+from ...timed_calls import CallTimeout, Outcome, TimedCalls, copy_containers
 from .templates import ARGUMENT, FUNCTION, NAME, PARAMETER, UNKNOWN, rendered_call
 
 Functions = Mapping[str, Callable[..., Any]]
@@ -155,8 +155,8 @@ class ToolResult:
             outcome = Outcome.of(functools.partial(json_text, outcome.value))
         if outcome.failure is None:
             return cls(name, without_surrogates(outcome.value))
-        subject = "the call " if isinstance(outcome.failure, TooSlow) else ""
-        return cls.failure(name, subject + outcome.words)
+        subject = "the call " if isinstance(outcome.failure, CallTimeout) else ""
+        return cls.failure(name, subject + outcome.error_text)
 
     @classmethod
     def failure(cls, name: str, words: str) -> Self:
@@ -198,7 +198,7 @@ class ToolRunner:
                 hint = did_you_mean(call.name, tools, every)
                 problem = f"there is no tool {call.name!r}.{hint}"
             if problem is None:
-                made[place] = functools.partial(tools[call.name], **copied(call.arguments))
+                made[place] = functools.partial(tools[call.name], **copy_containers(call.arguments))
             else:
                 results[place] = ToolResult.failure(call.name, problem)
         for place, outcome in zip(made, self._calls([*made.values()]), strict=True):

@@ -18,7 +18,7 @@ from ...models.patches import attention_implementation, forward_below_autocast
 from ...models.sharded import replaced_forward
 from ...models.unwrap import causal_model
 from ...progress import finish
-from ...random_numbers import random_numbers_kept
+from ...random_numbers import preserve_rng_state
 from ...suggestions import did_you_mean
 from ...types import Prompts
 from ..base import GenerationBackend, Generations, Sampling, cut_generations
@@ -68,7 +68,7 @@ class ContinuousBackend(GenerationBackend):
         with (
             self.policy() as policy,
             self.ranks.fail_together("generation"),
-            random_numbers_kept(),  # the engine seeds torch's generators
+            preserve_rng_state(),  # the engine seeds torch's generators
         ):
             model: Any = causal_model(policy)
             forward = forward_below_autocast(model)

@@ -17,7 +17,7 @@ from ...imports import require
 from ...models.sharded import gather_of, whole
 from ...models.unwrap import causal_model, is_peft_model
 from ...models.weights import adapted_layers, full_weights
-from ...torch_internals import change_count
+from ...torch_internals import version_counter
 from ..base import PolicyHandle
 from .backend import VLLMColocateBackend
 from .engine import VLLMEngine
@@ -82,7 +82,7 @@ def low_rank_factors(model: nn.Module) -> Iterator[Factors]:
 def base_stamp(model: nn.Module) -> int:
     """A number that changes when a weight below the adapter does."""
     named = causal_model(model).named_parameters()
-    return sum(change_count(p) for name, p in named if not (p.requires_grad or "lora_" in name))
+    return sum(version_counter(p) for name, p in named if not (p.requires_grad or "lora_" in name))
 
 
 def adapter_arguments(policy: PolicyHandle, dtype: str) -> dict[str, Any]:

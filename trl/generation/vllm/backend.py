@@ -13,7 +13,7 @@ from transformers.utils import logging
 
 from ...imports import require
 from ...models.weights import full_weights
-from ...torch_internals import change_count
+from ...torch_internals import version_counter
 from ...types import Prefix, Prompts
 from ..base import GenerationBackend, Generations, PolicyHandle, Sampling
 from .engine import VLLMEngine
@@ -125,7 +125,7 @@ class VLLMBackend(GenerationBackend):
 
     def _stamp(self) -> int:
         """A number that changes when a weight does."""
-        return sum(change_count(parameter) for parameter in self.policy.model.parameters())
+        return sum(version_counter(parameter) for parameter in self.policy.model.parameters())
 
     def _send_if_moved(self) -> None:
         if self._ranks.all(self._held == (self._wanted, self._stamp())):

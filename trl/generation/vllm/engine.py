@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from ...distributed import Ranks, undivided_models
-from ...imports import first_numbers, require
+from ...distributed import Ranks, without_zero3_init
+from ...imports import major_minor, require
 from ...ops.matmul_precision import matmul_precision_kept
-from ...random_numbers import random_numbers_kept
+from ...random_numbers import preserve_rng_state
 from ..base import Sampling
 from .internals import keep_groups, named_shared_memory, switch_off_repacking
 from .sampling import Request, parameters
@@ -38,7 +38,7 @@ FIXED = {
 def check_platform(sleeps: bool) -> None:
     """Check vLLM itself, and whether it can sleep if it is to, before anything is loaded."""
     vllm = require("vllm", "use_vllm=True")
-    oldest, found, newest = map(first_numbers, (OLDEST, vllm.__version__, NEWEST))
+    oldest, found, newest = map(major_minor, (OLDEST, vllm.__version__, NEWEST))
     if not oldest <= found <= newest:
         logger.warning_once(
             f"vLLM {vllm.__version__} is outside the supported range {OLDEST} to {NEWEST}; "
@@ -159,7 +159,7 @@ def start_engine(
         place["distributed_executor_backend"] = "external_launcher" if ranks.count > 1 else "uni"
         place["seed"] = ranks.rank // size
         own = _own_memory() if on_cpu and size > 1 else nullcontext()
-        with _uncompiled(on_cpu), undivided_models(), own:
+        with _uncompiled(on_cpu), without_zero3_init(), own:
             llm = vllm.LLM(folder, **FIXED, **place, **arguments)
     keep_groups(llm.llm_engine.engine_core, "use_vllm=True")
     return kind(llm, arguments.get("enable_sleep_mode", False))
@@ -205,7 +205,7 @@ def unchanged_process() -> Iterator[None]:
     """
     threads, set_threads = torch.get_num_threads(), torch.set_num_threads
     environment = dict(os.environ)
-    with random_numbers_kept(), matmul_precision_kept():
+    with preserve_rng_state(), matmul_precision_kept():
         try:
             yield
         finally:

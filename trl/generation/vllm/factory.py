@@ -16,7 +16,7 @@ from ...memory.settings import ASSUMED_PROMPT, RunSettings, options_of_environme
 from ...models.loading import context_length
 from ...models.unwrap import VALUE_MODEL, causal_model, is_peft_model
 from ...models.weights import check_weights
-from ...options import changed
+from ...options import changed_options
 from ..base import PolicyHandle, Sampling
 from .adapter_engine import AdapterBackend, AdapterEngine, adapter_arguments
 from .backend import VLLMBackend, VLLMColocateBackend
@@ -45,7 +45,7 @@ ELSEWHERE = {
 def check_options(args: "OnlineConfig") -> None:
     """Check what can be known before anything is loaded."""
     if args.vllm_mode == "server":
-        for name in filter(None, changed(args, ELSEWHERE).split(", ")):
+        for name in changed_options(args, ELSEWHERE):
             flag = ELSEWHERE[name]
             where = f"give {flag} to `trl vllm-serve`" if flag else "leave it out"
             raise ValueError(
@@ -172,7 +172,7 @@ def engine_arguments(
     share, cache = args.vllm_gpu_memory_utilization, {}
     if share is None:
         # What is free where least is: engines of several ranks must be of one size.
-        found, least = DeviceMemory.of(handle.device), handle.ranks.largest
+        found, least = DeviceMemory.of(handle.device), handle.ranks.max
         free = DeviceMemory(free=-least(-found.free), held=-least(-found.held))
         memory = engine_memory(args, handle.model, dtype, context, free)
         if memory.context < context:

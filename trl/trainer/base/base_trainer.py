@@ -21,7 +21,7 @@ from ...models.unwrap import is_peft_model
 from ...models.weights import check_sharding
 from ...online.guard import FiniteGuard
 from ...online.metrics import MetricStore
-from ...random_numbers import random_numbers_kept
+from ...random_numbers import preserve_rng_state
 from ...sources import check_upload
 from ...types import Mode, Rows
 from ..callbacks import Events, MovingReference, RunRecord
@@ -211,7 +211,7 @@ class BaseTrainer(Named, OverrideCheck, BestMetricCheck, Trainer):
         outer, self._prefix = self._prefix, f"{prefix}_"
         self.place.eval_batches = 0
         try:
-            with self.ranks.propagate_failures(), random_numbers_kept():
+            with self.ranks.propagate_failures(), preserve_rng_state():
                 yield
         finally:
             self._prefix = outer

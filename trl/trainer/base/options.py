@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MethodType, UnionType
 from typing import Any, ClassVar
 
-from ...options import HOLDS
+from ...options import COMPARISONS
 from ...suggestions import did_you_mean
 
 WORDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
@@ -54,7 +54,7 @@ def _problem(value: Any, known: Values, bounds: Values, kinds: list[Any]) -> str
 
 def _out_of_range(value: Any, bounds: Values, hint: str, is_broken: bool) -> str | None:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if is_number and all(HOLDS[kind](value, bound) for kind, bound in bounds.items()):
+    if is_number and all(COMPARISONS[kind](value, bound) for kind, bound in bounds.items()):
         nearest = f"; the nearest is {value:.0f}" if math.isfinite(value) else ""
         return f"an integer{nearest}." if is_broken else None
     legal = " and ".join(f"{WORDS[kind]} {bound:g}" for kind, bound in bounds.items())

@@ -17,7 +17,7 @@ from ...models.weights import operations_per_token
 from ...online.metrics import MetricStore
 from ...ops.in_place import several_passes
 from ...progress import begin
-from ...random_numbers import RandomState
+from ...random_numbers import TorchRngState
 from ...types import Rows
 from .base_config import BaseConfig
 from .policy import router_coefficient
@@ -38,7 +38,7 @@ class Phases:
         self._training.unit = args.unit
         self._store = store
         self._model = model
-        self._most = args.piece_tokens if ranks.pass_alone else 0
+        self._most = args.piece_tokens if ranks.allows_uneven_passes else 0
         if self._most and args.max_tokens_per_piece is None and router_coefficient(model, args):
             self._most = 0  # the load of experts is balanced over all rows of a pass
         self._offloading: Context = nullcontext
@@ -81,7 +81,7 @@ class Phases:
         """
         self.operations = round(self._operations_per_token * sum(batch.unit_tokens()))
         if not self.done:
-            self._random = RandomState()
+            self._random = TorchRngState()
             if self._args.selective_checkpointing:
                 from ...models.activations import keep_attention
 

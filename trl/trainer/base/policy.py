@@ -19,7 +19,7 @@ from transformers import (
 from transformers.utils import logging
 
 from ...data.formats import refuse_media_columns
-from ...imports import beyond_tested
+from ...imports import untested_version_warning
 from ...models import loading
 from ...models.lm_head import cast_head_to_float32, refuse_encoder
 from ...models.patches import attention_implementation
@@ -204,7 +204,7 @@ def checked_args(model: Any, args: Any, config_class: type[BaseConfig], method: 
 
     By default the output folder is named after model and method.
     """
-    if (warning := beyond_tested("transformers")) is not None:
+    if (warning := untested_version_warning("transformers")) is not None:
         logger.warning_once(warning)
     config = getattr(model, "config", None)
     name = model if isinstance(model, str) else getattr(config, "name_or_path", "")

@@ -204,7 +204,7 @@ class OfflineTrainer(BaseTrainer):
         return found
 
     def _loader(self, dataset: Any, mode: Mode) -> tuple[DataLoader[Any], Any]:
-        args, place = self.args, self.ranks.place
+        args, place = self.args, self.ranks.data_shard
         is_training = mode == "train"
         rows = args.per_device_train_batch_size if is_training else args.per_device_eval_batch_size
         limits = rows, args.max_tokens_per_micro_batch, self.pack_size(mode)
@@ -261,7 +261,7 @@ class OfflineTrainer(BaseTrainer):
         if self.ranks.count > 1:
             with self.accelerator.autocast():
                 reader = self.reader(self.model)
-                self.scorer.agree(model or self.model, rows.flat, self.ranks.largest, reader)
+                self.scorer.agree(model or self.model, rows.flat, self.ranks.max, reader)
 
     def prepare(self, inputs: Any, mode: Mode) -> Any:
         """Make a step of the rows of an evaluation; those of training are known to be in one."""

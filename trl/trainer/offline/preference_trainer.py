@@ -106,7 +106,7 @@ class PreferenceTrainer(OfflineTrainer):
 
     def _scored(self, dataset: Any, model: nn.Module, limits: tuple[int, int | None]) -> np.ndarray:
         """Log-probabilities (items, K) of answers of a dataset; each rank computes its share."""
-        mine, batches = [], MicroBatchSampler(dataset.lengths, *limits, place=self.ranks.place)
+        mine, batches = [], MicroBatchSampler(dataset.lengths, *limits, place=self.ranks.data_shard)
         for rows in DataLoader(dataset, batch_sampler=batches, collate_fn=self.collate):
             self._agree_on(rows, model)
             found = self.frozen(model, rows.to(self.args.device))

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from ...generation.options import GenerationOptions
 from ...ops.policy_losses import MODES
-from ...options import changed, option
+from ...options import changed_options, option
 from ...types import Mode
 from ..base.base_config import BaseConfig, ReferenceOptions
 from .batch_math import BatchPlan, check_eval_groups, check_groups, resolve_rounds
@@ -113,9 +113,9 @@ class OnlineConfig(GenerationOptions, ReferenceOptions, BaseConfig):
         super().__post_init__()
         self.top_k = self.top_k or 0
         names = [x.name for x in dataclasses.fields(self) if OF_VLLM_ALONE.match(x.name)]
-        if not self.use_vllm and (found := changed(self, names)):
+        if not self.use_vllm and (found := changed_options(self, names)):
             words = "without use_vllm=True no vLLM engine generates, so they have no effect."
-            warnings.warn(f"{found}: {words}", stacklevel=3)
+            warnings.warn(f"{', '.join(found)}: {words}", stacklevel=3)
         rows = self.per_device_train_batch_size * self.unit * self.world_size
         steps, size = self.gradient_accumulation_steps, self.generation_batch_size
         self.generation_batch_size, self.steps_per_generation = resolve_rounds(

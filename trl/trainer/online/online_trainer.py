@@ -138,7 +138,7 @@ class OnlineTrainer(BaseTrainer):
         dtype = torch.bfloat16 if args.bf16 else torch.float16
         if not (args.bf16 or args.fp16):
             dtype = working_precision(causal_model(self.model))
-        whole = args.ds3_gather_for_generation or not self.ranks.share_weights
+        whole = args.ds3_gather_for_generation or not self.ranks.shards_weights
         self.policy = PolicyHandle(
             current=lambda: self.model,
             tokenizer=tokenizer,
@@ -174,7 +174,7 @@ class OnlineTrainer(BaseTrainer):
             reference=self.reference,
             guard=self.guard,
             # A process cannot go back alone while others wait for its part of the weights.
-            batch=phases.adaptive("scoring", alone=self.ranks.share_weights),
+            batch=phases.adaptive("scoring", alone=self.ranks.shards_weights),
             autocast=self.accelerator.autocast,
             values=self.value_reader,
             by_token=self.has_token_losses,

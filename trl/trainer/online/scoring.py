@@ -148,7 +148,7 @@ class Scoring:
     def agree_on(self, batch: Rows) -> None:
         """Let all ranks decide together in which layout rows up to this length are scored."""
         if self.policy.ranks.count > 1:
-            self.scorer.agree(self.policy.model, batch, self.policy.ranks.largest)
+            self.scorer.agree(self.policy.model, batch, self.policy.ranks.max)
 
     def row_logps(self, prompt: list[int], completion: list[int]) -> list[float]:
         """Log-probabilities of a completion under the policy; all ranks ask together."""

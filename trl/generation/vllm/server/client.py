@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 import torch
 
-from ....imports import first_numbers
+from ....imports import major_minor
 from .secret import ANSWER, CHALLENGE, REQUEST, VARIABLE, Claim, digest, shared_secret
 
 PROTOCOL = 4  # of trainer and workers; changes when they would not understand each other
@@ -61,7 +61,7 @@ def refusals(server: ServerFacts, wanted: ServerFacts) -> list[str]:
             server.protocol != wanted.protocol
         ),
         f"It runs vLLM {server.vllm} and the trainer {wanted.vllm}: install the same release on "
-        "both sides.": first_numbers(server.vllm) != first_numbers(wanted.vllm),
+        "both sides.": major_minor(server.vllm) != major_minor(wanted.vllm),
         f"Its model has {other}={shape.get(other)} and the policy {wanted.shape.get(other)}: start "
         "it with the model that is trained (--model).": other != "",
         f"It computes in {server.dtype} and the policy in {wanted.dtype}: start it with --dtype "
