@@ -1,1 +1,1 @@
-"""The mathematics of the trainers: pure functions of tensors that need torch alone."""
+"""The mathematics of the trainers: functions of tensors that depend on torch alone."""

@@ -1,12 +1,12 @@
-"""How much credit a completion's reward gives it, compared with its siblings.
+"""Advantages: of completions relative to their group, and of single tokens (GAE).
 
 Rewards and advantages are (N,), rows of one prompt consecutive, `group_size` per prompt. NaN
-marks a row that could not be scored: its advantage is 0, and its siblings are compared without it.
-Equal rewards in a group give advantages of exactly 0. N that is not a multiple of `group_size` is a
-ValueError.
+marks a row that could not be scored: its advantage is 0, and it is left out of its group's
+statistics. Equal rewards in a group give advantages of exactly 0. If N is not a multiple of
+`group_size`, functions raise a ValueError.
 
-For credit of single tokens: B rows, C completion tokens. `mask` (B, C) bool marks the tokens
-that the policy wrote; the others are no steps of their own: credit passes over them.
+Per-token functions work on B rows of C completion tokens. `mask` (B, C) bool marks the tokens that
+the policy wrote; the other tokens are not steps of the episode and are skipped.
 """
 
 from collections.abc import Callable
@@ -52,10 +52,10 @@ def group_relative(
 
 
 def normalize_then_sum(per_function: Tensor, weights: Tensor, group_size: int) -> Tensor:
-    """Normalize each reward function within its group, add them up, whiten the sum (GDPO).
+    """Normalize each reward function within its group, sum over functions, whiten the sum (GDPO).
 
-    Rewards are (N, F), NaN where a function does not apply to a row, and weights (F,). A row has 0
-    that no function scored, and so has one that is alone in its group in having been scored.
+    Rewards are (N, F), NaN where a function does not apply to a row, and weights (F,). A row gets 0
+    if no function scored it, or if it is the only scored row of its group.
     """
     grouped = _grouped(per_function, group_size)
     scores = _centered(grouped) / (nan_std(grouped, dim=1, keepdim=True) + STD_OFFSET)
@@ -69,9 +69,9 @@ def normalize_then_sum(per_function: Tensor, weights: Tensor, group_size: int) -
 def whiten(advantages: Tensor, mask: Tensor) -> Tensor:
     """Scale the marked entries to standard deviation 1 (plus 1e-4).
 
-    Advantages compare a row with its group, so their mean is 0 already. Subtracting it would only
-    subtract its rounding, and with it make entries of exactly 0 differ from 0. Excluded entries are
-    not read, and 0 in the result.
+    Advantages are relative to the group, so their mean is already 0. Subtracting the computed mean
+    would only subtract its rounding error and turn exact zeros into small numbers. Excluded entries
+    are not read; they are 0 in the result.
     """
     marked = advantages.masked_fill(~mask, torch.nan)
     return (marked / (nan_std(marked) + STD_OFFSET)).masked_fill(~mask, 0.0)
@@ -87,42 +87,43 @@ def _grouped(rewards: Tensor, group_size: int) -> Tensor:
 
 
 def _centered(grouped: Tensor) -> Tensor:
-    """Subtract the mean over dimension 1, exactly 0 for equal entries."""
+    """Subtract the mean over dimension 1; the result is exactly 0 for equal entries."""
     shifted = grouped - nan_min(grouped, dim=1, keepdim=True)
     return shifted - nan_mean(shifted, dim=1, keepdim=True)
 
 
 def _flat_without_nan(advantages: Tensor, rewards: Tensor) -> Tensor:
-    # Only rows without a reward are zeroed: a NaN of another origin must stay visible.
+    # Only rows without a reward are zeroed: a NaN from any other source must stay visible.
     return advantages.flatten().masked_fill(rewards.isnan(), 0.0)
 
 
 def generalized_advantages(
     rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float
 ) -> Tensor:
-    """Advantage (B, C) of each token (GAE, arXiv 1506.02438): the discounted sum of surprises.
+    """Advantage (B, C) of each token (GAE, arXiv 1506.02438): the discounted sum of TD errors.
 
-    Returns to fit values to are these advantages plus the values, which are those of the state
-    before each token, without gradient. The value after the last marked token is 0. `gamma`
-    discounts a step, `lam` later surprises: 1 gives returns minus values, 0 one step.
+    `values` (B, C) are the values of the state before each token, without gradient. The returns
+    that a value model is fitted to are advantages plus values. The value after the last marked
+    token is 0. `gamma` discounts each step and `lam` later TD errors: with `lam` 1 the advantage is
+    return minus value, with 0 it is the one-step TD error.
     """
     advantages = torch.zeros_like(rewards)
-    following = rewards.new_zeros(rewards.shape[0])  # advantage of the next marked token
-    next_value = torch.zeros_like(following)
+    next_advantage = rewards.new_zeros(rewards.shape[0])  # of the next marked token
+    next_value = torch.zeros_like(next_advantage)
     for index in reversed(range(rewards.shape[1])):
         is_step = mask[:, index]
-        surprise = rewards[:, index] + gamma * next_value - values[:, index]
-        advantage = surprise + gamma * lam * following
+        td_error = rewards[:, index] + gamma * next_value - values[:, index]
+        advantage = td_error + gamma * lam * next_advantage
         advantages[:, index] = torch.where(is_step, advantage, 0.0)
-        following = torch.where(is_step, advantage, following)
+        next_advantage = torch.where(is_step, advantage, next_advantage)
         next_value = torch.where(is_step, values[:, index], next_value)
     return advantages
 
 
 def token_rewards(rewards: Tensor, penalties: Tensor, mask: Tensor) -> Tensor:
-    """Penalties (B, C), and at the last marked token of a row also the reward (B,) of the row."""
-    counted = mask.cumsum(1)
-    is_last = mask & (counted == counted[:, -1:])
+    """Token rewards (B, C): the penalties, plus the row's reward (B,) at its last marked token."""
+    marked_so_far = mask.cumsum(1)
+    is_last = mask & (marked_so_far == marked_so_far[:, -1:])
     return penalties + torch.where(is_last, rewards[:, None], 0.0)
 
 
@@ -131,7 +132,7 @@ def whitened(
 ) -> Tensor:
     """Scale the marked entries (B, C) of all ranks to variance 1 (Bessel's correction) and mean 0.
 
-    `total` adds a tensor () up over all ranks; `keeps_mean` leaves the mean as it is.
+    `total` sums a tensor () over all ranks. With `keeps_mean`, the mean does not change.
     """
     count = total(mask.sum())
     mean = total(masked_sum(values, mask)) / count.clamp(min=1)
@@ -142,6 +143,9 @@ def whitened(
 
 
 def clipped_value_loss(values: Tensor, old: Tensor, returns: Tensor, width: float) -> Tensor:
-    """Half the squared error (B, C), of the worse of a value and one within `width` of the old."""
-    near = old + (values - old).clamp(-width, width)
-    return 0.5 * torch.maximum((values - returns).square(), (near - returns).square())
+    """PPO's clipped value loss (B, C): half of the larger of two squared errors.
+
+    One is of the values, the other of the values clipped to within `width` of the `old` ones.
+    """
+    clipped = old + (values - old).clamp(-width, width)
+    return 0.5 * torch.maximum((values - returns).square(), (clipped - returns).square())

@@ -1,10 +1,10 @@
 """Attention kernels that also return the log-normalizer, so that their results can be merged.
 
-Attention over the union of two sets of keys is the average of the attentions over each, weighted by
-their normalizers; and the backward pass of one part needs only the output and the normalizer of the
-union (ring attention, arXiv 2310.01889). So a query attends to keys in different places without a
-mask, and without keys being brought together. Where N > K, only the memory-efficient kernel needs
-copies: of each key head for all query heads that share it, in every call.
+Attention over the union of two sets of keys is the average of the attentions over each set,
+weighted by their normalizers. The backward pass over one set needs only the output and the
+normalizer of the union (ring attention, arXiv 2310.01889). So a query can attend to keys in
+separate tensors without a mask and without concatenating them. Where N > K, only the
+memory-efficient kernel copies each key head for all query heads that share it, in every call.
 
 Shapes: B rows, N query heads, K key heads (N is a multiple of K), Q queries, S keys, D head size.
 """
@@ -19,7 +19,7 @@ from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use
 from torch.nn.functional import pad
 
 aten = torch.ops.aten
-# Entries of two parts that are merged at once, in float32.
+# Entries of two outputs that are merged at once, in float32.
 MERGED_ON_CPU = 2**18
 MERGED_ON_ACCELERATOR = 2**24
 
@@ -30,15 +30,15 @@ Tensors = tuple[Tensor, ...]
 class CpuFlash:
     """The kernel behind `scaled_dot_product_attention` on CPUs; every floating dtype."""
 
-    def forward(self, part: Tensors, causal: bool, scale: float) -> Tensors:
+    def forward(self, qkv: Tensors, causal: bool, scale: float) -> Tensors:
         """Attend by (query, key, value): output (B, N, Q, D), log-normalizer (B, N, Q)."""
         attend = aten._scaled_dot_product_flash_attention_for_cpu
-        return attend(*part, 0.0, causal, scale=scale)
+        return attend(*qkv, 0.0, causal, scale=scale)
 
     def backward(self, grad: Tensor, saved: Tensors, causal: bool, scale: float) -> Tensors:
         """Gradients of query, key and value; `saved` is (query, key, value, output, normalizer)."""
-        gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward
-        return gradients(grad, *saved, 0.0, causal, scale=scale)
+        attend_backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return attend_backward(grad, *saved, 0.0, causal, scale=scale)
 
 
 class CudaFlash:
@@ -48,19 +48,31 @@ class CudaFlash:
     (`mha_fwd` and `mha_bwd` in torch's `flash_api.h`).
     """
 
-    def forward(self, part: Tensors, causal: bool, scale: float) -> Tensors:
+    def forward(self, qkv: Tensors, causal: bool, scale: float) -> Tensors:
         """See `CpuFlash`."""
-        results = aten._scaled_dot_product_flash_attention(*part, 0.0, causal, scale=scale)
+        results = aten._scaled_dot_product_flash_attention(*qkv, 0.0, causal, scale=scale)
         return results[0], results[1]
 
     def backward(self, grad: Tensor, saved: Tensors, causal: bool, scale: float) -> Tensors:
         """See `CpuFlash`."""
-        *tensors, normalizer = saved
+        query, key, value, output, normalizer = saved
         seed = torch.zeros((), dtype=torch.int64, device=grad.device)
-        lengths = saved[0].shape[2], saved[1].shape[2]
-        rest = None, None, *lengths, 0.0, causal, seed, seed
         return aten._scaled_dot_product_flash_attention_backward(
-            grad, *tensors, normalizer.contiguous(), *rest, scale=scale
+            grad,
+            query,
+            key,
+            value,
+            output,
+            normalizer.contiguous(),
+            cum_seq_q=None,
+            cum_seq_k=None,
+            max_q=query.shape[2],
+            max_k=key.shape[2],
+            dropout_p=0.0,
+            is_causal=causal,
+            philox_seed=seed,
+            philox_offset=seed,
+            scale=scale,
         )
 
 
@@ -72,30 +84,44 @@ class CudaEfficient:
 
     ALIGNMENT = 32  # its backward pass reads normalizers in blocks of this many queries
 
-    def forward(self, part: Tensors, causal: bool, scale: float) -> Tensors:
+    def forward(self, qkv: Tensors, causal: bool, scale: float) -> Tensors:
         """See `CpuFlash`."""
         results = aten._scaled_dot_product_efficient_attention(
-            *expanded(part), None, True, 0.0, causal, scale=scale
+            *expanded(qkv),
+            attn_bias=None,
+            compute_log_sumexp=True,
+            dropout_p=0.0,
+            is_causal=causal,
+            scale=scale,
         )
-        return results[0], results[1][..., : part[0].shape[2]]
+        return results[0], results[1][..., : qkv[0].shape[2]]
 
     def backward(self, grad: Tensor, saved: Tensors, causal: bool, scale: float) -> Tensors:
         """See `CpuFlash`."""
-        (query, key, value), (output, normalizer) = saved[:3], saved[3:]
+        query, key, value, output, normalizer = saved
         seed = torch.zeros((), dtype=torch.int64, device=query.device)
         missing = -normalizer.shape[2] % self.ALIGNMENT
         normalizer = pad(normalizer, (0, missing), value=torch.inf)
-        rest = seed, seed, 0.0, [True, True, True, False], causal
         gradients = aten._scaled_dot_product_efficient_attention_backward(
-            grad, *expanded(saved[:3]), None, output, normalizer.contiguous(), *rest, scale=scale
+            grad,
+            *expanded((query, key, value)),
+            attn_bias=None,
+            out=output,
+            logsumexp=normalizer.contiguous(),
+            philox_seed=seed,
+            philox_offset=seed,
+            dropout_p=0.0,
+            grad_input_mask=[True, True, True, False],
+            is_causal=causal,
+            scale=scale,
         )
         return gradients[0], merge_heads(gradients[1], key), merge_heads(gradients[2], value)
 
 
 class Tiles:
-    """Attention with logits softcapped to stay below `cap`, computed in tiles, on any device.
+    """Attention with logits softcapped at `cap`, computed in tiles, on any device.
 
-    The cap comes before normalization, so results of other kernels cannot be corrected.
+    The cap is applied before the softmax, so it cannot be added to the result of another kernel.
     """
 
     SIZE = 256  # queries, and keys, of a tile
@@ -103,9 +129,9 @@ class Tiles:
     def __init__(self, cap: float):
         self._cap = cap
 
-    def forward(self, part: Tensors, causal: bool, scale: float) -> Tensors:
+    def forward(self, qkv: Tensors, causal: bool, scale: float) -> Tensors:
         """See `CpuFlash`."""
-        query, key, value = expanded(part)
+        query, key, value = expanded(qkv)
         dtype = torch.promote_types(query.dtype, torch.float32)
         output = query.new_empty(*query.shape[:3], value.shape[3])
         normalizer = query.new_empty(query.shape[:3], dtype=dtype)
@@ -121,22 +147,25 @@ class Tiles:
 
     def backward(self, grad: Tensor, saved: Tensors, causal: bool, scale: float) -> Tensors:
         """See `CpuFlash`."""
-        (query, key, value), (output, normalizer) = expanded(saved[:3]), saved[3:]
-        of_query, of_key, of_value = (torch.zeros_like(x) for x in (query, key, value))
+        query, key, value = expanded(saved[:3])
+        output, normalizer = saved[3:]
+        grad_query = torch.zeros_like(query)
+        grad_key = torch.zeros_like(key)
+        grad_value = torch.zeros_like(value)
         mean = (grad * output).sum(-1, keepdim=True, dtype=normalizer.dtype)
         for rows, columns in self._tiles(query, key, causal):
-            upstream, part = grad[:, :, rows], key[:, :, columns]
+            upstream = grad[:, :, rows]
             logits = self._logits(query, key, (rows, columns), causal, scale)
             weights = (logits - normalizer[:, :, rows, None]).exp()
             slope = (1 - (logits / self._cap) ** 2) * scale
-            of_weights = (upstream @ value[:, :, columns].transpose(2, 3)).to(weights.dtype)
-            of_logits = weights * (of_weights - mean[:, :, rows])
-            # Where nothing is seen the slope is that of an infinite logit.
-            of_logits = (of_logits * slope).masked_fill(weights == 0, 0).to(query.dtype)
-            of_query[:, :, rows] += of_logits @ part
-            of_key[:, :, columns] += of_logits.transpose(2, 3) @ query[:, :, rows]
-            of_value[:, :, columns] += weights.to(grad.dtype).transpose(2, 3) @ upstream
-        return of_query, merge_heads(of_key, saved[1]), merge_heads(of_value, saved[2])
+            grad_weights = (upstream @ value[:, :, columns].transpose(2, 3)).to(weights.dtype)
+            grad_logits = weights * (grad_weights - mean[:, :, rows])
+            # At masked keys the logit is infinite, and so is the slope: 0 times inf would be NaN.
+            grad_logits = (grad_logits * slope).masked_fill(weights == 0, 0).to(query.dtype)
+            grad_query[:, :, rows] += grad_logits @ key[:, :, columns]
+            grad_key[:, :, columns] += grad_logits.transpose(2, 3) @ query[:, :, rows]
+            grad_value[:, :, columns] += weights.to(grad.dtype).transpose(2, 3) @ upstream
+        return grad_query, merge_heads(grad_key, saved[1]), merge_heads(grad_value, saved[2])
 
     def _tiles(self, query: Tensor, key: Tensor, causal: bool) -> Iterator[tuple[slice, slice]]:
         for start in range(0, query.shape[2], self.SIZE):
@@ -146,9 +175,9 @@ class Tiles:
                 yield rows, slice(column, min(column + self.SIZE, last))
 
     def _logits(
-        self, query: Tensor, key: Tensor, at: tuple[slice, slice], causal: bool, scale: float
+        self, query: Tensor, key: Tensor, tile: tuple[slice, slice], causal: bool, scale: float
     ) -> Tensor:
-        rows, columns = at
+        rows, columns = tile
         logits = query[:, :, rows] @ key[:, :, columns].transpose(2, 3)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale
         logits = (logits / self._cap).tanh_() * self._cap
@@ -163,7 +192,10 @@ _CPU = CpuFlash()
 
 
 def choose_kernel(query: Tensor, cap: float | None = None) -> Kernel:
-    """The kernel for a query, and for logits below `cap`; NotImplementedError if torch has none."""
+    """Choose the kernel for a query on its device, with logits softcapped at `cap` if it is set.
+
+    Raises NotImplementedError if torch has no kernel for the device, dtype or head size.
+    """
     if cap is not None:
         return Tiles(cap)
     if query.device.type == "cpu":
@@ -175,29 +207,29 @@ def choose_kernel(query: Tensor, cap: float | None = None) -> Kernel:
 
 @cache
 def _kernel_of_gpu(device: torch.device, dtype: torch.dtype, size: int) -> Kernel:
-    # Some GPUs have a forward pass only, and torch looks at whether gradients are recorded.
+    # On some GPUs a kernel has no backward pass: torch checks that only while gradients are on.
     with torch.enable_grad():
         example = torch.empty(1, 1, 8, size, dtype=dtype, device=device, requires_grad=True)
-        facts = SDPAParams(example, example, example, None, 0.0, False, False)
-        # torch counts on `scaled_dot_product_attention` to pad heads for this kernel.
-        if size % 8 == 0 and can_use_flash_attention(facts):
+        params = SDPAParams(example, example, example, None, 0.0, False, False)
+        # torch relies on `scaled_dot_product_attention` to pad heads for this kernel.
+        if size % 8 == 0 and can_use_flash_attention(params):
             return CudaFlash()
-        if can_use_efficient_attention(facts):
+        if can_use_efficient_attention(params):
             return CudaEfficient()
     name = torch.cuda.get_device_name(device)
     raise NotImplementedError(f"{name} has no attention kernel for {dtype} heads of size {size}.")
 
 
 def same_size(*heads: Tensor) -> list[Tensor]:
-    """Pad heads (..., D) with zeros, which change no product; kernels need one size for all."""
+    """Pad heads (..., D) to one size D with zeros, as kernels need; the products do not change."""
     size = max(x.shape[-1] for x in heads)
     return [x if x.shape[-1] == size else pad(x, (0, size - x.shape[-1])) for x in heads]
 
 
-def expanded(part: Tensors) -> list[Tensor]:
+def expanded(qkv: Tensors) -> list[Tensor]:
     """Repeat each of K heads (B, K, S, D) for the query heads that share it: (B, N, S, D)."""
-    repeats = [part[0].shape[1] // heads.shape[1] for heads in part]
-    pairs = zip(part, repeats, strict=True)
+    repeats = [qkv[0].shape[1] // heads.shape[1] for heads in qkv]
+    pairs = zip(qkv, repeats, strict=True)
     return [x if n == 1 else x.repeat_interleave(n, 1) for x, n in pairs]
 
 
@@ -209,7 +241,7 @@ def merge_heads(grad: Tensor, keys: Tensor) -> Tensor:
 
 
 def apply_attention_sink(output: Tensor, normalizer: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge an attention with one more key whose value is 0, and whose logits are `sink` (N,)."""
+    """Add to an attention one more key, with value 0 and logits `sink` (N,): output, normalizer."""
     total = torch.logaddexp(normalizer, sink[:, None].to(normalizer.dtype))
     return (output * (normalizer - total).exp()[..., None]).to(output.dtype), total
 
@@ -231,56 +263,58 @@ def merge(first: Tensors, second: Tensors) -> Tensors:
     most = MERGED_ON_CPU if output.device.type == "cpu" else MERGED_ON_ACCELERATOR
     step = max(1, most // max(1, batch * heads * width))
     for start in range(0, length, step):
-        at = slice(start, start + step)
-        # Weights are not rounded to half precision, nor the parts before they are added.
+        rows = slice(start, start + step)
+        # The weights are float32, so the products are too: only their sum is rounded.
         weighted_first, weighted_second = (
-            part[:, :, at] * (normalizer[:, :, at] - total[:, :, at]).exp()[..., None]
-            for part, normalizer in (first, second)
+            attended[:, :, rows] * (normalizer[:, :, rows] - total[:, :, rows]).exp()[..., None]
+            for attended, normalizer in (first, second)
         )
-        output[:, :, at] = weighted_first.add_(weighted_second)
+        output[:, :, rows] = weighted_first.add_(weighted_second)
     return output, total
 
 
 # --- The check of a kernel, on a small example ---
 
-# Queries and keys: longer than the blocks of 32 and 64 tokens that kernels work in.
+# (queries, keys, causal): longer than the blocks of 32 and 64 tokens that kernels work in.
 EXAMPLES = ((70, 70, True), (43, 70, False))
-FACTOR = 3.0  # times the error of rounding results once
+FACTOR = 3.0  # allowed error, as a multiple of that of rounding the results once
 HALF = (torch.float16, torch.bfloat16)
 
 
 class Heads(NamedTuple):
-    """What a layer attends with."""
+    """Device, dtype and shape of the attention heads of a layer."""
 
     device: torch.device
     dtype: torch.dtype
-    queries: int
-    keys: int
-    size: int
+    queries: int  # query heads N
+    keys: int  # key heads K
+    size: int  # head size D
 
 
 @cache
 @torch.no_grad()
 def check_kernel(kernel: Kernel, heads: Heads) -> None:
     """Compare a kernel, once, with plain attention; RuntimeError if more than rounding differs."""
-    scale, precision = heads.size**-0.5, torch.finfo(heads.dtype).eps
+    scale = heads.size**-0.5
+    precision = torch.finfo(heads.dtype).eps
     slack = precision if heads.dtype in HALF else 64 * precision
     for queries, keys, causal in EXAMPLES:
         # A gradient, queries, keys and values, as the views of (B, T, N, D) that layers make.
         generator = torch.Generator().manual_seed(0)
-        of_queries, of_keys = (queries, heads.queries), (keys, heads.keys)
-        grad, *part = (
+        query_shape = (queries, heads.queries)
+        key_shape = (keys, heads.keys)
+        grad, *qkv = (
             torch.randn(2, *shape, heads.size, generator=generator)
             .to(heads.device, heads.dtype)
             .transpose(1, 2)
-            for shape in (of_queries, of_queries, of_keys, of_keys)
+            for shape in (query_shape, query_shape, key_shape, key_shape)
         )
         with torch.autocast(heads.device.type, enabled=False):
-            exact = _written_out([x.double() for x in (grad, *part)], causal, scale)
+            exact = _plain_attention([x.double() for x in (grad, *qkv)], causal, scale)
             wide = torch.promote_types(heads.dtype, torch.float32)
-            plain = _written_out([x.to(wide) for x in (grad, *part)], causal, scale)
-            results = kernel.forward(tuple(part), causal, scale)
-            results += kernel.backward(grad, (*part, *results), causal, scale)
+            plain = _plain_attention([x.to(wide) for x in (grad, *qkv)], causal, scale)
+            results = kernel.forward(tuple(qkv), causal, scale)
+            results += kernel.backward(grad, (*qkv, *results), causal, scale)
         for result, reference, expected in zip(results, plain, exact, strict=True):
             error = _relative_error(result, expected)
             rounding = _relative_error(reference.to(heads.dtype), expected)
@@ -297,16 +331,16 @@ def _relative_error(result: Tensor, expected: Tensor) -> float:
     return float((result - expected).norm() / expected.norm())
 
 
-def _written_out(tensors: Sequence[Tensor], causal: bool, scale: float) -> Tensors:
-    """Output, log-normalizer, and gradients of query, key and value.
+def _plain_attention(tensors: Sequence[Tensor], causal: bool, scale: float) -> Tensors:
+    """Attend without a kernel: output, log-normalizer, gradients of query, key and value.
 
     `tensors` are the gradient of the output, the query, the key and the value.
     """
-    grad, *part = (x.detach().requires_grad_() for x in tensors)
+    grad, *qkv = (x.detach().requires_grad_() for x in tensors)
     with torch.enable_grad():
-        query, key, value = expanded(tuple(part))
+        query, key, value = expanded(tuple(qkv))
         logits = query @ key.mT * scale
         if causal:
             logits = logits + torch.full_like(logits, -torch.inf).triu(1)
         output = logits.softmax(-1) @ value
-    return output, logits.logsumexp(-1), *torch.autograd.grad(output, part, grad)
+    return output, logits.logsumexp(-1), *torch.autograd.grad(output, qkv, grad)

@@ -5,18 +5,18 @@ from torch import Tensor
 
 
 def entropy_threshold(entropies: Tensor, top_quantile: float) -> Tensor:
-    """Entropy that the given share of the tokens reaches: their (1 - top_quantile) quantile.
+    """Return the (1 - top_quantile) quantile () of the entropies: the top share reaches it.
 
-    Of entropies (n,) of the trained-on tokens of all ranks; -inf marks entries that stand for no
-    token. The result () is linear between the two nearest tokens, and inf if there are none. A
-    `top_quantile` outside [0, 1] is a ValueError.
+    `entropies` (n,) are those of the loss tokens of all ranks; -inf marks padding. The quantile is
+    interpolated linearly, and inf if there are no tokens. A `top_quantile` outside [0, 1] raises a
+    ValueError.
     """
     if not 0 <= top_quantile <= 1:
         raise ValueError(f"top_quantile must be between 0 and 1, got {top_quantile}.")
     if len(entropies) == 0:
         return entropies.new_tensor(torch.inf)
-    # torch.quantile refuses more than 2**24 entries. What is no token comes first, and how many
-    # those are the host need not know.
+    # torch.quantile refuses more than 2**24 entries. Padding sorts to the front; its number is
+    # counted on the device, so the host does not wait.
     ordered = entropies.sort().values
     count = (ordered != -torch.inf).sum()
     position = (1 - top_quantile) * (count - 1).clamp(min=0).double()

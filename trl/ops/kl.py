@@ -1,8 +1,8 @@
 """Estimators of KL(policy || reference) from tokens that the policy sampled.
 
 The estimators are those of Schulman, "Approximating KL Divergence" (2020). Shapes: B rows,
-C completion tokens. `mask` (B, C) bool, where given, makes the excluded places exactly 0, with no
-gradient, whatever they hold.
+C completion tokens. With `mask` (B, C) bool, excluded positions are exactly 0 and have no gradient,
+whatever values they hold.
 """
 
 import torch
@@ -14,7 +14,7 @@ EXPONENT_BOUND = 20.0
 
 
 def k1(logps: Tensor, ref_logps: Tensor, mask: Tensor | None = None) -> Tensor:
-    """First-order estimate log p - log q: unbiased, and may be negative.
+    """First-order estimate log p - log q: unbiased; it may be negative.
 
     In a reward, its policy gradient is the gradient of the KL divergence itself.
     """
@@ -25,11 +25,11 @@ def k1(logps: Tensor, ref_logps: Tensor, mask: Tensor | None = None) -> Tensor:
 def k3(logps: Tensor, ref_logps: Tensor, mask: Tensor | None = None) -> Tensor:
     """exp(d) - d - 1 with d = log q - log p: never negative; unbiased as a value.
 
-    Its gradient through sampled tokens is not that of the KL divergence, so it belongs in a loss
-    and not in a reward. The exponent is bounded by 20, so that it cannot overflow.
+    Its policy gradient is not that of the KL divergence, so it belongs in a loss and not in a
+    reward. The exponent is clamped to at most 20, so that it cannot overflow.
     """
     difference = -k1(logps, ref_logps, mask)
-    # expm1 keeps the digits of small differences, which exp(d) - 1 would cancel.
+    # expm1 is accurate for small differences, where exp(d) - 1 would cancel.
     return difference.clamp(max=EXPONENT_BOUND).expm1() - difference
 
 

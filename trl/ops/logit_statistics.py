@@ -18,9 +18,9 @@ class LogitStatistic(ABC):
 
     @torch.no_grad()
     def compute(self, logits: Tensor, ids: Tensor) -> Tensor:
-        """Return the statistic (M,) of each row, in float32 at least; NaN where logits are.
+        """Return the statistic (M,) of each row, in float32 at least; NaN where logits are NaN.
 
-        Logits are (M, V), already divided by the temperature, and ids (M,) the tokens drawn.
+        Logits are (M, V), already divided by the temperature; ids (M,) are the sampled tokens.
         """
         wide = torch.promote_types(logits.dtype, torch.float32)
         result = logits.new_zeros(len(logits), dtype=wide)
@@ -37,22 +37,21 @@ class LogitStatistic(ABC):
 
 @dataclass(frozen=True)
 class Support(LogitStatistic):
-    """Log-probability of the tokens that a sampler draws from: the filters of vLLM, in its order.
+    """Log-probability mass of the tokens that a sampler's filters keep.
 
-    Min-p first; of what it leaves, the `top_k` most likely tokens, with all that are as likely as
-    the last of them; of these, with their probabilities renormalized, the most likely ones that
-    reach the mass `top_p` together.
+    Filters are those of vLLM, in its order: min-p; then the `top_k` most likely tokens, ties
+    included; then, after renormalizing, the most likely tokens that reach a mass of `top_p`.
 
-    Subtracted from a log-probability over the whole vocabulary, it gives the one with which a
-    filtered sampler draws the token; it is at most 0. The token itself always counts as part of the
-    support, since it was drawn: where rounding puts it outside, the result is finite all the same.
+    A log-probability over the whole vocabulary minus this mass is the log-probability with which
+    the filtered sampler draws the token. The mass is at most 0. The sampled token always counts as
+    kept: if rounding puts it outside, its probability is added, so the result stays finite.
     """
 
     name = "log_mass"
 
-    top_p: float = 1.0  # above 0; 1 and more keep all
-    top_k: int = 0  # 0 and less keep all
-    min_p: float = 0.0  # share of the largest probability below which tokens are dropped
+    top_p: float = 1.0  # above 0; 1 or more keeps all tokens
+    top_k: int = 0  # 0 or less keeps all tokens
+    min_p: float = 0.0  # tokens below this fraction of the largest probability are dropped
 
     @property
     def is_whole(self) -> bool:
@@ -68,7 +67,7 @@ class Support(LogitStatistic):
         return (mass - logits.logsumexp(1)).clamp(max=0.0)
 
     def _filtered(self, logits: Tensor) -> Tensor:
-        """Logits in any order, with -inf in place of those that are dropped."""
+        """Return the logits, in any order, with those of dropped tokens replaced by -inf."""
         if self.min_p > 0.0:
             bound = logits.amax(1, keepdim=True) + math.log(self.min_p)
             logits = logits.masked_fill(logits < bound, -torch.inf)
@@ -76,7 +75,7 @@ class Support(LogitStatistic):
             bound = logits.topk(self.top_k).values[:, -1:]
             logits = logits.masked_fill(logits < bound, -torch.inf)
         if self.top_p < 1.0:
-            # Of several equal tokens at the edge some may stay, so values are dropped, not indices.
+            # Some of several equal logits at the edge may stay, so the order does not matter.
             logits = logits.sort(1).values
             dropped = logits.softmax(1).cumsum(1) <= 1.0 - self.top_p
             dropped[:, -1] = False
@@ -85,7 +84,7 @@ class Support(LogitStatistic):
 
 
 class Collision(LogitStatistic):
-    """Log-probability that two draws give the same token: log(sum of p^2)."""
+    """Log-probability that two independent samples are the same token: log(sum of p^2)."""
 
     name = "log_collision"
 

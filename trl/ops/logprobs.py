@@ -1,30 +1,30 @@
 """Log-probabilities and entropies of tokens from logits, a block of rows at a time.
 
 Statistics are in float32 whatever the dtype of the logits (float64 stays float64). Neither the
-forward nor the backward pass holds a second copy of the logits in that precision, only a block.
+forward nor the backward pass holds a float32 copy of all logits, only of a block.
 """
 
 import itertools
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.autograd.function import FunctionCtx, once_differentiable
 
 BLOCK_ELEMENTS = 2**23
-# A probability below this power of e is 0, so whatever finite number it is multiplied by.
+# exp of this is 0, so a log-probability may be clamped here before it is multiplied by exp of it.
 SMALLEST_LOG = -1e4
 
 
 def token_scores(
     logits: Tensor, ids: Tensor, temperature: float = 1.0, with_entropy: bool = False
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Log-probability of each id under softmax(logits / temperature), and what else is asked for.
+    """Log-probability of each id under softmax(logits / temperature).
 
-    Logits are (..., V), -inf for an impossible token, and ids (...) lie in [0, V). `with_entropy`
-    adds entropies, in nats, and whether each id is the likeliest. All are (...), in float32, or
-    float64 for float64 logits, and differentiable once.
+    Logits are (..., V), -inf for an impossible token, and ids (...) lie in [0, V). Returns
+    log-probabilities, entropies in nats, and whether each id is the top prediction; the last two
+    are None unless `with_entropy`. All are (...), in float32, or float64 for float64 logits, and
+    differentiable once.
     """
     if not temperature > 0:
         raise ValueError(f"temperature must be greater than 0, got {temperature}.")
@@ -40,7 +40,7 @@ def token_scores(
 
 
 def _blocks(logits: Tensor) -> Iterator[tuple[int | slice, ...]]:
-    """Index the logits by views of about `BLOCK_ELEMENTS`, so that a slice is never copied."""
+    """Yield indices of blocks of about `BLOCK_ELEMENTS` logits; each block is a view."""
     *outer, length, vocabulary = logits.shape
     step = max(1, BLOCK_ELEMENTS // max(1, vocabulary))
     for index in itertools.product(*map(range, outer)):
@@ -56,7 +56,7 @@ def _scaled(logits: Tensor, temperature: float) -> Tensor:
 class _TokenStatistics(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, ids: Tensor, temperature: float, with_entropy: bool
+        ctx: FunctionCtx, logits: Tensor, ids: Tensor, temperature: float, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         ctx.temperature = temperature
         ctx.set_materialize_grads(False)
@@ -76,7 +76,7 @@ class _TokenStatistics(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: FunctionCtx, *grads: Tensor | None) -> tuple[Tensor, None, None, None]:
         logits, ids, entropies = ctx.saved_tensors
         result = torch.empty_like(logits)
         for block in _blocks(logits):
@@ -97,14 +97,16 @@ def logit_gradient(
     """Gradient of logits (M, V), without the term of the chosen token.
 
     d logp(id) / d z_j = [j = id] - p_j;  d H / d z_j = -p_j (log p_j + H).
+    `upstream` holds the gradients (M,) of log-probabilities and entropies; `entropy` (M,) is read
+    only if the latter is not None.
     """
     log_p = logits - normalizer[:, None]
     grad_logps, grad_entropies = upstream
-    if grad_entropies is None:
+    if grad_entropies is None or entropy is None:
         scale = torch.zeros_like(normalizer) if grad_logps is None else grad_logps
         return log_p.exp_().mul_(-scale[:, None])
     probabilities = log_p.exp()
-    terms = log_p.clamp_(min=SMALLEST_LOG).add_(torch.as_tensor(entropy)[:, None])
+    terms = log_p.clamp_(min=SMALLEST_LOG).add_(entropy[:, None])
     terms.mul_(grad_entropies[:, None])
     if grad_logps is not None:
         terms.add_(grad_logps[:, None])

@@ -1,4 +1,4 @@
-"""Beginnings, masks and padding of ragged rows, and statistics of what is marked or not NaN."""
+"""Common prefixes and padding of ragged rows, and statistics that skip masked or NaN entries."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -10,9 +10,10 @@ Dim = int | tuple[int, ...] | None
 
 
 def common_prefix_length(ids: Sequence[Any], other: Sequence[Any]) -> int:
-    """Length of the longest beginning that two sequences of one type share."""
-    low, high = 0, min(len(ids), len(other))
-    # By halves: slices are compared many times faster than single items.
+    """Length of the longest common prefix of two sequences of the same type."""
+    low = 0
+    high = min(len(ids), len(other))
+    # Bisection: comparing slices is many times faster than comparing single items.
     while low < high:
         middle = (low + high + 1) // 2
         if ids[low:middle] == other[low:middle]:
@@ -23,7 +24,7 @@ def common_prefix_length(ids: Sequence[Any], other: Sequence[Any]) -> int:
 
 
 def length_mask(lengths: Tensor, width: int) -> Tensor:
-    """Mark the first `lengths[i]` of `width` places of every row: (B, W) bool."""
+    """Mark the first `lengths[i]` of `width` positions of every row: (B, W) bool."""
     return torch.arange(width, device=lengths.device) < lengths[:, None]
 
 
@@ -36,11 +37,11 @@ def pad_ragged(
     multiple: int | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Lay out B rows of different lengths, which may be 0, as one rectangle (B, W).
+    """Pad B rows of different lengths, which may be 0, to one tensor (B, W).
 
-    `value` fills the places beyond a row, on the `side` "right" or "left". W is `width`, by default
-    that of the longest row, raised to the next multiple of `multiple`; `dtype` is by default int64,
-    float32 or bool, as `value` is. A row longer than `width`, or another side, is a ValueError.
+    `value` is the padding, on the `side` "right" or "left". W is `width`, by default the length of
+    the longest row, rounded up to a multiple of `multiple`. `dtype` follows `value` by default:
+    int64, float32 or bool. A row longer than `width`, or another side, raises a ValueError.
     """
     if side not in ("right", "left"):
         raise ValueError(f"side must be 'right' or 'left', not {side!r}.")
@@ -60,16 +61,16 @@ def pad_ragged(
 
 
 def masked_sum(values: Tensor, mask: Tensor, dim: Dim = None) -> Tensor:
-    """Sum the values at the marked places; anything elsewhere, NaN included, is never read.
+    """Sum the values at the marked positions; other values, NaN included, are never read.
 
     Shapes broadcast. The gradient of an excluded value is 0.
     """
-    # A product with the mask would turn NaN and inf at excluded places into NaN.
+    # A product with the mask would turn NaN and inf at excluded positions into NaN.
     return torch.where(mask, values, values.new_zeros(())).sum(dim)
 
 
 def masked_mean(values: Tensor, mask: Tensor, dim: Dim = None) -> Tensor:
-    """Average the values at the marked places, of shapes that broadcast; 0 where none is marked."""
+    """Average the values at the marked positions; 0 if none is marked. Shapes broadcast."""
     values, mask = torch.broadcast_tensors(values, mask)
     return masked_sum(values, mask, dim) / mask.sum(dim).clamp(min=1)
 
@@ -82,9 +83,9 @@ def nan_mean(x: Tensor, dim: Dim = None, keepdim: bool = False) -> Tensor:
 def nan_std(x: Tensor, dim: Dim = None, keepdim: bool = False) -> Tensor:
     """Standard deviation (Bessel's correction) of the entries that are not NaN.
 
-    A single entry and equal entries have a deviation of exactly 0; no entries give NaN.
+    It is exactly 0 for a single entry or equal entries, and NaN for no entries.
     """
-    # Measured from the minimum, equal entries are exactly 0 whatever their mean rounds to.
+    # After subtracting the minimum, equal entries are exactly 0, and so is their mean.
     shifted = x - nan_min(x, dim, keepdim=True)
     squares = (shifted - nan_mean(shifted, dim, keepdim=True)).square()
     count = (~x.isnan()).sum(dim, keepdim=keepdim)

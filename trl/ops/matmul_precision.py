@@ -1,7 +1,7 @@
-"""The precision of products of float32 matrices, a setting of the whole process.
+"""The precision of float32 matrix products, which torch keeps as a process-wide setting.
 
-torch has two settings for it, an old one for all devices and newer ones by device. Reading the old
-one is an error while the newer ones differ, as after `tf32=True`.
+torch has an old setting for all devices and newer settings for each device. Reading the old one
+raises an error while the newer ones differ, as they do after `tf32=True`.
 """
 
 from collections.abc import Iterator
@@ -13,10 +13,10 @@ import torch
 
 @contextmanager
 def matmul_precision_kept() -> Iterator[None]:
-    """Restore the settings afterwards, whatever is changed inside."""
+    """Restore the settings on exit, whatever the block changes."""
     try:
         for_all: str | None = torch.get_float32_matmul_precision()
-    except RuntimeError:  # newer settings differ
+    except RuntimeError:  # the settings of devices differ
         for_all = None
     by_device = [(device, device.fp32_precision) for device in _devices()]
     try:
@@ -25,20 +25,20 @@ def matmul_precision_kept() -> Iterator[None]:
         if for_all is not None:
             torch.set_float32_matmul_precision(for_all)
         for device, precision in by_device:
-            device.fp32_precision = "none"  # take over that of all operations
+            device.fp32_precision = "none"  # inherits the precision of all operations
             if device.fp32_precision != precision:
                 device.fp32_precision = precision
 
 
 @contextmanager
 def highest_matmul_precision() -> Iterator[None]:
-    """Multiply float32 matrices in float32 inside, without TF32 or bfloat16."""
+    """Multiply float32 matrices in full float32 inside, without TF32 or bfloat16."""
     with matmul_precision_kept():
-        torch.set_float32_matmul_precision("highest")  # of all devices, and consistently
+        torch.set_float32_matmul_precision("highest")  # sets the newer settings, too
         yield
 
 
 def _devices() -> list[Any]:
-    """Where torch has settings for products of single devices."""
+    """The objects on which torch keeps the settings of single devices."""
     devices = [torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)]
     return [device for device in devices if hasattr(device, "fp32_precision")]

@@ -1,4 +1,4 @@
-"""Telling out-of-memory errors from all others."""
+"""Recognize out-of-memory errors."""
 
 import re
 
@@ -12,10 +12,10 @@ _MESSAGES = re.compile(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory could not be had, on a device or on the host.
+    """Whether an error reports that an allocation failed, on a device or on the host.
 
-    True for `MemoryError`, `torch.OutOfMemoryError`, and a `RuntimeError` with which an allocator,
-    a driver, cuBLAS or cuDNN reports it. False for every other error.
+    True for `MemoryError`, `torch.OutOfMemoryError`, and a `RuntimeError` with an out-of-memory
+    message of an allocator, a driver, cuBLAS or cuDNN. False for every other error.
     """
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True

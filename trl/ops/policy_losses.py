@@ -1,8 +1,8 @@
-"""Losses that turn advantages into a gradient of the policy, and how they are averaged.
+"""Policy-gradient losses, importance ratios, and aggregation of token losses.
 
 Shapes: B rows, C completion tokens. Ratios are (B, C), of tokens, or (B, 1), of completions.
-Advantages are (B,) or (B, C). Losses have the broadcast shape; nothing is averaged before an
-aggregation function is called with the denominator of the whole round.
+Advantages are (B,) or (B, C). Losses have the broadcast shape. They are not averaged until an
+aggregation function is called with the denominator of the whole rollout batch.
 """
 
 import math
@@ -22,11 +22,11 @@ SMALLEST_RATIO = 1e-8
 def log_ratio(logps: Tensor, old_logps: Tensor, mask: Tensor, level: RatioLevel) -> Tensor:
     """Logarithm of pi / pi_old for each token, or for each completion.
 
-    Differences of tokens are added up: subtracting sums would cancel digits on long completions.
+    Token differences are summed: a difference of sums would lose precision on long completions.
     Tokens that `mask` (B, C) excludes are never read.
 
-    It is (B, C) for the level "token", and (B, 1) for "sequence_mean" (GSPO, arXiv 2507.18071) and
-    "sequence_sum" (RLOO).
+    The result is (B, C) for the level "token", and (B, 1) for "sequence_mean" (GSPO, arXiv
+    2507.18071) and "sequence_sum" (RLOO).
     """
     difference = torch.where(mask, logps - old_logps, 0.0)
     if level == "token":
@@ -39,7 +39,7 @@ def log_ratio(logps: Tensor, old_logps: Tensor, mask: Tensor, level: RatioLevel)
 
 
 def importance_ratio(logps: Tensor, old_logps: Tensor, mask: Tensor, level: RatioLevel) -> Tensor:
-    """pi / pi_old, as `log_ratio`, which is bounded by 20 in size so that it cannot overflow."""
+    """pi / pi_old: exp of `log_ratio`, clamped to [-20, 20] so that it cannot overflow."""
     logarithm = log_ratio(logps, old_logps, mask, level)
     return logarithm.clamp(-EXPONENT_BOUND, EXPONENT_BOUND).exp()
 
@@ -66,7 +66,7 @@ def clipped_surrogate(
 def clip_flags(
     ratio: Tensor, advantages: Tensor, epsilon: float, epsilon_high: float
 ) -> tuple[Tensor, Tensor]:
-    """Mark where clipping takes the gradient away: below for A < 0, above for A > 0."""
+    """Mark where clipping removes the gradient: below the range for A < 0, above it for A > 0."""
     advantages = _columns(advantages)
     low = (ratio < 1 - epsilon) & (advantages < 0)
     high = (ratio > 1 + epsilon_high) & (advantages > 0)
@@ -94,7 +94,7 @@ def sapo(
 
 
 class GammaShape(NamedTuple):
-    """Shape of the weight of a completion: the power of its ratio, and the rate of decay."""
+    """Parameters of VESPO's weight: the power of the ratio, and the rate of its decay."""
 
     k: float
     decay: float
@@ -109,7 +109,7 @@ def vespo_weight(
 ) -> Tensor:
     """Gamma-shaped weight of a completion's ratio w: log phi = lambda + k log w - lambda w.
 
-    Each of the log-ratios (B, C) of tokens is bounded by 20 in size, their sum to [log 1e-8, 20].
+    The token log-ratios (B, C) are clamped to [-20, 20], and their sum to [log 1e-8, 20].
     `shape_pos` is for A >= 0. The weight (B, 1) or (B, C) has no gradient.
     """
     advantages = _columns(advantages)
@@ -133,9 +133,10 @@ def off_policy_mask(
 ) -> Tensor:
     """Mark the rows to keep: A >= 0, or a policy that has not moved far from the sampler.
 
-    The distance is mean_t(old - logps) over the trained-on tokens, in nats; a token whose old
-    log-probability is NaN, because the sampler did not report it, counts as not moved. Rows of
-    negative advantage are kept up to `threshold`. (B, 1) bool, or (B, C) for advantages (B, C).
+    The distance is mean_t(old - logps) over the loss tokens, in nats; a token whose old
+    log-probability is NaN, because the sampler did not report it, counts as 0. Rows of negative
+    advantage are kept up to a distance of `threshold`. The result is (B, 1) bool, or (B, C) for
+    advantages (B, C).
     """
     difference = (old_logps - logps).detach().masked_fill(old_logps.isnan(), 0.0)
     moved = masked_mean(difference, mask, dim=1)[:, None]
@@ -143,16 +144,16 @@ def off_policy_mask(
 
 
 def mean_of_sequence_means(losses: Tensor, mask: Tensor, rows: Tensor | float) -> Tensor:
-    """Average over the marked tokens of each completion, then over `rows`, which is above 0."""
+    """Average over the marked tokens of each completion, then divide their sum by `rows` > 0."""
     return masked_mean(losses, mask, dim=1).sum() / rows
 
 
 def sum_over(losses: Tensor, mask: Tensor, denominator: Tensor | float) -> Tensor:
-    """Add the losses of all trained-on tokens up and divide.
+    """Sum the losses over the marked tokens and divide.
 
-    The denominator, above 0, is the number of tokens of the round for a token mean (DAPO, arXiv
-    2503.14476), of the micro-batch for a local token mean, of rows for a mean of sums, or rows
-    times a constant width (Dr. GRPO, arXiv 2503.20783).
+    The denominator, above 0, is the number of tokens of the rollout batch for a token mean (DAPO,
+    arXiv 2503.14476), of the micro-batch for a local token mean, of rows for a mean of sums, or
+    rows times a constant width (Dr. GRPO, arXiv 2503.20783).
     """
     losses, mask = torch.broadcast_tensors(losses, mask)
     return masked_sum(losses, mask) / denominator
@@ -163,7 +164,7 @@ def _columns(advantages: Tensor) -> Tensor:
 
 
 def _by_sign(condition: Tensor, like: Tensor, positive: float, negative: float) -> Tensor:
-    # torch.where of two numbers would round them to float32.
+    # torch.where with two Python numbers would round them to float32.
     return torch.full_like(like, negative).masked_fill(condition, positive)
 
 
@@ -172,13 +173,13 @@ MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 @dataclass(frozen=True)
 class RatioBounds:
-    """How the ratio of the probabilities of trainer and sampler becomes a weight of the loss.
+    """Importance-sampling correction: bounds on the ratio between trainer and sampler probability.
 
-    Engines that generate compute other numbers than the trainer, so even the newest weights draw
-    from a slightly different policy. There is one ratio per token, or their product for each
-    completion ("sequence"). Beyond the bounds it is set to the bound ("truncate": "Your Efficient
-    RL Framework Secretly Brings You Off-Policy RL Training", Yao et al. 2025) or to 0 ("mask":
-    IcePop, arXiv 2510.18855).
+    Generation engines round differently from the trainer, so even with the same weights they sample
+    from a slightly different policy. The loss is weighted by one ratio per token, or by the product
+    over each completion ("sequence"). Outside the bounds it is set to the bound ("truncate": "Your
+    Efficient RL Framework Secretly Brings You Off-Policy RL Training", Yao et al. 2025) or to 0
+    ("mask": IcePop, arXiv 2510.18855).
     """
 
     mode: str = "sequence_mask"  # one of `MODES`
@@ -191,14 +192,15 @@ class RatioBounds:
 
     @property
     def level(self) -> RatioLevel:
-        """What one ratio is for: a token, or the product over a completion."""
+        """Whether there is one ratio for each token, or the product over each completion."""
         return "token" if self.mode.startswith("token") else "sequence_sum"
 
     def ratio(self, logps: Tensor, sampling_logps: Tensor, mask: Tensor) -> Tensor:
         """pi_trainer / pi_sampler, before the bounds: (B, C) or (B, 1); NaN where either is NaN.
 
-        Both log-probabilities (B, C) are of the policy that generated: as the trainer computes
-        them, and those with which the tokens were drawn. Its logarithm is bounded by 20 in size.
+        Both log-probabilities (B, C) belong to the weights that generated: `logps` as the trainer
+        computes them, `sampling_logps` as the sampler drew with. The log-ratio is clamped to
+        [-20, 20].
         """
         return importance_ratio(logps, sampling_logps, mask, self.level)
 
@@ -222,6 +224,6 @@ class RatioBounds:
 
 
 def scale_gradient(values: Tensor, weights: Tensor) -> Tensor:
-    """Return `values`, with a gradient multiplied by `weights` of a shape that broadcasts."""
+    """Return `values` unchanged, and multiply their gradient by `weights`; shapes broadcast."""
     fixed = values.detach()
     return fixed + weights * (values - fixed)

@@ -1,8 +1,8 @@
 """Losses on pairs of answers, on answers with a label, and on scores of a reward model.
 
-Shapes: B pairs or answers of a micro-batch. Every loss is one number for each pair or answer;
-nothing is averaged here, so a trainer divides the sum by totals of a whole optimizer step. A log-
-ratio is the log-probability of an answer under the policy minus that under the reference.
+Shapes: B pairs or answers of a micro-batch. Every loss is one number per pair or answer. Nothing is
+averaged here: the trainer divides the sum by totals of the whole optimizer step. A log-ratio is the
+log-probability of an answer under the policy minus its log-probability under the reference.
 """
 
 import math
@@ -16,19 +16,19 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 T = TypeVar("T")
-LOOKED_BACK = 64  # answers among which a partner is looked for
-EXPONENT_BOUND = 40.0  # the square of exp of it is finite in float32
+LOOKED_BACK = 64  # recent answers among which a partner is searched
+EXPONENT_BOUND = 40.0  # exp(40) squared is finite in float32
 
 
 @dataclass(frozen=True)
 class PairScores:
-    """What losses read of B pairs: sums over the tokens of an answer, and their number."""
+    """What the losses read of B pairs: log-ratios, summed over tokens, and token counts."""
 
     chosen: Tensor  # (B,) log-ratio of the chosen answer
     rejected: Tensor  # (B,) log-ratio of the rejected answer
     chosen_lengths: Tensor  # (B,) tokens
     rejected_lengths: Tensor  # (B,) tokens
-    # What aot losses compare each side with (B,), of all pairs of a step, see `rank_partners`.
+    # For aot losses: the value (B,) that each side is compared with, see `aot_partners`.
     chosen_partners: Tensor | None = None
     rejected_partners: Tensor | None = None
 
@@ -50,7 +50,7 @@ def _alpha(x: Tensor, alpha: float) -> Tensor:
     return ((alpha - 1) * x).clamp(max=EXPONENT_BOUND).expm1() / (alpha - 1)
 
 
-# How a log-ratio enters a loss: the derivative of the divergence that holds the policy back
+# How a log-ratio enters a loss: the derivative of the divergence that regularizes the policy
 # (f-DPO, arXiv 2309.16240), up to a constant that cancels in differences.
 DIVERGENCES: dict[str, Callable[[Tensor, float], Tensor]] = {
     "reverse_kl": lambda x, alpha: x,
@@ -77,33 +77,45 @@ def _norm_margin(s: PairScores, o: PairOptions) -> Tensor:
 
 
 def _smoothed(x: Tensor, o: PairOptions) -> Tensor:
-    """Cross-entropy when a label is wrong with the probability `label_smoothing` (cDPO)."""
+    """Cross-entropy if labels are wrong with the probability `label_smoothing` (cDPO)."""
     return -(1 - o.label_smoothing) * logsigmoid(x) - o.label_smoothing * logsigmoid(-x)
 
 
 def _exo_pair(s: PairScores, o: PairOptions) -> Tensor:
-    x, e = _margin(s, o), o.label_smoothing
-    right = x.sigmoid() * (logsigmoid(x) - math.log1p(-e))
-    return right + (-x).sigmoid() * (logsigmoid(-x) - math.log(e))
+    x = _margin(s, o)
+    e = o.label_smoothing
+    term_chosen = x.sigmoid() * (logsigmoid(x) - math.log1p(-e))
+    return term_chosen + (-x).sigmoid() * (logsigmoid(-x) - math.log(e))
 
 
 def _robust(s: PairScores, o: PairOptions) -> Tensor:
-    x, e = _margin(s, o), o.label_smoothing
+    x = _margin(s, o)
+    e = o.label_smoothing
     return (-(1 - e) * logsigmoid(x) + e * logsigmoid(-x)) / (1 - 2 * e)
 
 
+def _required(partners: Tensor | None) -> Tensor:
+    if partners is None:
+        raise ValueError("aot losses need partners over the whole step: see aot_partners.")
+    return partners
+
+
+def _aot(s: PairScores, o: PairOptions) -> Tensor:
+    return _smoothed(o.beta * (s.chosen - s.rejected - _required(s.chosen_partners)), o)
+
+
 def _aot_unpaired(s: PairScores, o: PairOptions) -> Tensor:
-    # Partners are constants, so each side brings the gradient of its own half of a difference;
-    # the value is counted once.
-    ours = _smoothed(o.beta * (s.chosen - torch.as_tensor(s.chosen_partners)), o)
-    theirs = _smoothed(o.beta * (torch.as_tensor(s.rejected_partners) - s.rejected), o)
-    return ours + theirs - theirs.detach()
+    # Partners are constants, so the gradient of a difference is the sum over both sides; its value
+    # is counted once.
+    chosen_loss = _smoothed(o.beta * (s.chosen - _required(s.chosen_partners)), o)
+    rejected_loss = _smoothed(o.beta * (_required(s.rejected_partners) - s.rejected), o)
+    return chosen_loss + rejected_loss - rejected_loss.detach()
 
 
 def _discopop(s: PairScores, o: PairOptions) -> Tensor:
     x = _margin(s, o)
-    share = (x / o.discopop_tau).sigmoid()
-    return -logsigmoid(x) * (1 - share) + (-x).clamp(max=EXPONENT_BOUND).exp() * share
+    mix = (x / o.discopop_tau).sigmoid()
+    return -logsigmoid(x) * (1 - mix) + (-x).clamp(max=EXPONENT_BOUND).exp() * mix
 
 
 # Papers: sigmoid DPO 2305.18290 (smoothed: cDPO), hinge SLiC 2305.10425, ipo 2310.12036, exo_pair
@@ -124,9 +136,7 @@ PAIR_LOSSES: dict[str, Callable[[PairScores, PairOptions], Tensor]] = {
     "sppo_hard": lambda s, o: (
         (s.chosen - 1 / (2 * o.beta)).square() + (s.rejected + 1 / (2 * o.beta)).square()
     ),
-    "aot": lambda s, o: _smoothed(
-        o.beta * (s.chosen - s.rejected - torch.as_tensor(s.chosen_partners)), o
-    ),
+    "aot": _aot,
     "aot_unpaired": _aot_unpaired,
     "apo_zero": lambda s, o: (-o.beta * s.chosen).sigmoid() + (o.beta * s.rejected).sigmoid(),
     "apo_down": lambda s, o: (
@@ -135,22 +145,25 @@ PAIR_LOSSES: dict[str, Callable[[PairScores, PairOptions], Tensor]] = {
     "discopop": _discopop,
     "sigmoid_norm": lambda s, o: -logsigmoid(o.beta * _norm_margin(s, o)),
 }
-RANKED = ("aot", "aot_unpaired")  # these compare with partners
+RANKED = ("aot", "aot_unpaired")  # losses that need partners
 WITHOUT_DIVERGENCE = ("nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down", *RANKED)
 
 
 def rank_partners(values: Tensor, candidates: Tensor) -> Tensor:
-    """For each value (N,) the candidate (N,) of the same rank: 1-D optimal transport."""
+    """Return for each value (N,) the candidate (N,) of the same rank: 1-D optimal transport."""
     partners = torch.empty_like(candidates)
     partners[values.argsort(stable=True)] = candidates.sort().values
     return partners
 
 
 def aot_partners(name: str, policy: Tensor, reference: Tensor) -> Tensor:
-    """What an aot loss compares log-ratios with (N, 2), from log-probabilities (N, 2) of a step."""
+    """Return the partners (N, 2) of an aot loss for all pairs of an optimizer step.
+
+    `policy` and `reference` are log-probabilities (N, 2) of chosen and rejected answers.
+    """
     if name == "aot":
         ref_margins = reference[:, 0] - reference[:, 1]
-        # The margin of ratios has the pair's own margin of the reference taken off already.
+        # The loss subtracts partners from log-ratios, which contain the pair's own ref_margin.
         partners = rank_partners(policy[:, 0] - policy[:, 1], ref_margins) - ref_margins
         return torch.stack([partners, 0 * partners], 1)
     chosen, rejected = (policy - reference).unbind(1)
@@ -160,10 +173,10 @@ def aot_partners(name: str, policy: Tensor, reference: Tensor) -> Tensor:
 def shared_length_weights(
     lengths: Tensor, counterparts: Tensor, width: int, alpha: float
 ) -> Tensor:
-    """Weights (B, C) of tokens: 1 up to the shorter answer of a pair, `alpha` beyond.
+    """Weights (B, C) of tokens: 1 up to the length of the pair's shorter answer, `alpha` beyond.
 
-    `lengths` (B,) are those of answers, `counterparts` of the other ones; `width` is C
-    (LD-DPO, arXiv 2409.06411).
+    `lengths` (B,) are those of the answers, `counterparts` (B,) those of the other answer of the
+    pair; `width` is C (LD-DPO, arXiv 2409.06411).
     """
     shared = torch.minimum(lengths, counterparts)
     beyond = torch.arange(width, device=lengths.device) >= shared[:, None]
@@ -173,25 +186,26 @@ def shared_length_weights(
 def kto_loss(ratios: Tensor, desirable: Tensor, kl: Tensor | float, beta: float) -> Tensor:
     """Loss (B,) of answers with log-ratios (B,), desirable or not (B,) (KTO, arXiv 2402.01306).
 
-    `kl` () is an estimate of the KL divergence over a whole optimizer step, without gradient; 0
-    makes it APO-zero for unpaired answers.
+    `kl` () is an estimate of the KL divergence over the whole optimizer step, without gradient.
+    With 0 the loss is APO-zero for unpaired answers.
     """
     difference = beta * (ratios - kl)
     return torch.where(desirable, -difference, difference).sigmoid()
 
 
 def ranking_loss(better: Tensor, worse: Tensor, margin: Tensor | float = 0.0) -> Tensor:
-    """Negative log-likelihood (B,) of a preference under Bradley-Terry, of scores (B,).
+    """Negative log-likelihood (B,) of a preference under Bradley-Terry, from scores (B,).
 
-    `margin` says by how much the better one should lead (arXiv 2307.09288).
+    `margin` is subtracted from the difference of the scores (arXiv 2307.09288).
     """
     return -logsigmoid(better - worse - margin)
 
 
 def kl_partners(rows: Iterable[tuple[Hashable, int, T]]) -> Iterator[tuple[T, T]]:
-    """Pair rows (answer, source, row) of KTO, each with one of another answer to another example.
+    """Pair each row (answer, source, row) of KTO with a row of another answer and another source.
 
-    That is the last one before, or else the first one after. Having none is a ValueError.
+    `source` is the index of the example. The partner is the latest such row before, or else the
+    first one after. Raises a ValueError if a row has no partner.
     """
     recent: dict[Hashable, dict[int, T]] = {}  # by answer and source
     waiting: dict[Hashable, list[tuple[int, T]]] = {}
@@ -208,15 +222,16 @@ def kl_partners(rows: Iterable[tuple[Hashable, int, T]]) -> Iterator[tuple[T, T]
         else:
             yield row, partner
         _remember(recent, answer, source, row)
-    if left := [source for source, _ in chain(*waiting.values())]:
+    unpaired = [source for source, _ in chain(*waiting.values())]
+    if unpaired:
         raise ValueError(
-            f"Row {min(left)} has no partner: the KL estimate needs rows of other examples with "
-            "other completions."
+            f"Row {min(unpaired)} has no partner: the KL estimate needs rows of other examples "
+            "with other completions."
         )
 
 
 def _remember(recent: dict[Hashable, dict[int, T]], answer: Hashable, source: int, row: T) -> None:
-    """Make a row the latest one; of two sources of an answer, one is always another one."""
+    """Make a row the latest; two sources per answer suffice, as one differs from any given one."""
     recent[answer] = dict([*recent.pop(answer, {}).items()][-2:]) | {source: row}
     if len(recent) > LOOKED_BACK:
         oldest = next(iter(recent))
