@@ -46,8 +46,8 @@ GUARANTEES = {
         "tests/distributed/test_two_processes.py",
     ),
     "an engine that generates holds the weights that are trained": (
-        "generation/vllm/weight_proof.py",
-        "tests/generation/vllm/test_weight_proof.py",
+        "generation/vllm/weight_verifier.py",
+        "tests/generation/vllm/test_weight_verifier.py",
     ),
     "NaN is an error, never a zero": ("online/guard.py", "tests/online/test_guard.py"),
     "layers import downwards, and no files in circles": (

@@ -43,14 +43,17 @@ class BackendContract:
         """Whether generations are the same."""
         pairs = zip(one.sampling_logps or (), other.sampling_logps or (), strict=True)
         near = all(pytest.approx(a, abs=self.rounding, rel=0) == b for a, b in pairs)
-        return near and (one.completion_ids, one.finish) == (other.completion_ids, other.finish)
+        return near and (one.completion_ids, one.finish_reasons) == (
+            other.completion_ids,
+            other.finish_reasons,
+        )
 
     def test_each_row_is_completed_up_to_the_limit(self, backend):
         for size in (1, 7):
             backend.sync_weights(0)
             found = backend.generate(self.groups(), self.sampling(12, max_tokens=size), 4)
             assert [len(ids) for ids in found.completion_ids] == [size] * 12
-            assert found.finish == ["length"] * 12
+            assert found.finish_reasons == ["length"] * 12
 
     def test_completions_end_with_the_first_stop_token(self, backend):
         backend.sync_weights(0)
@@ -60,9 +63,9 @@ class BackendContract:
         for row, ids in enumerate(found.completion_ids):
             assert ids == free[row][: len(ids)]
             assert set(ids[:-1]).isdisjoint(stops)
-            assert (ids[-1] in stops) == (found.finish[row] == "stop")
-            assert found.finish[row] == "stop" or len(ids) == SIZE
-        assert [found.finish[row] for row in (0, 4, 8)] == ["stop"] * 3
+            assert (ids[-1] in stops) == (found.finish_reasons[row] == "stop")
+            assert found.finish_reasons[row] == "stop" or len(ids) == SIZE
+        assert [found.finish_reasons[row] for row in (0, 4, 8)] == ["stop"] * 3
 
     def test_rows_of_a_prompt_differ_and_stay_in_order(self, backend):
         backend.sync_weights(0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from trl.generation.base import GenerationBackend, Generations, Sampling, cut_generations
+from trl.generation.base import GenerationBackend, Generations, Sampling, generations_from_rows
 from trl.types import Prompts
 
 Script = Callable[[Sequence[int], int], Sequence[int]]
@@ -34,4 +34,6 @@ class ScriptedBackend(GenerationBackend):
         self.calls.append(sampling)
         start = self._first_row(len(prompts))
         rows = enumerate(prompts.token_ids, start)
-        return cut_generations([self._script(ids, row % group_size) for row, ids in rows], sampling)
+        return generations_from_rows(
+            [self._script(ids, row % group_size) for row, ids in rows], sampling
+        )

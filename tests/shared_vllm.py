@@ -61,7 +61,7 @@ def engine(kind: type[VLLMEngine] = VLLMEngine, sleeps: bool = False) -> VLLMEng
     for tensor in llm.llm_engine.model_executor.driver_worker.worker.model_runner.kv_caches:
         tensor.zero_()
     found = kind(llm, sleeps)
-    found.forget_prefixes()
+    found.reset_prefix_cache()
     return found
 
 

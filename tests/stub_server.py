@@ -6,7 +6,7 @@ from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from trl.generation.vllm.server.client import PROTOCOL
-from trl.generation.vllm.server.secret import ANSWER, REQUEST, WEIGHTS, Claim, shared_secret
+from trl.generation.vllm.server.secret import ANSWER, REQUEST, WEIGHTS, SignedRequest, shared_secret
 
 FACTS = {"protocol": PROTOCOL, "vllm": "0.32.0", "shape": {}, "dtype": "float32", "context": 64}
 FACTS |= {"logprobs_mode": "processed_logprobs", "workers": 1, "gpu": None}
@@ -77,7 +77,7 @@ def stub_server(routes):
                 self.send_header("Content-Length", str(len(text)))
                 if stub.proves:
                     nonce = self.headers[REQUEST].split(":")[1]
-                    claim = Claim(shared_secret(), "", "", "", "", nonce)
+                    claim = SignedRequest(shared_secret(), "", "", "", "", nonce)
                     self.send_header(ANSWER, claim.answer(status, text))
                 self.end_headers()
                 self.wfile.write(text)

@@ -6,7 +6,7 @@ from backend_contract import model_logps
 from shared_vllm import nudge, policy_model
 
 from trl.generation.base import Sampling
-from trl.generation.vllm.weight_proof import WeightSyncError
+from trl.generation.vllm.weight_verifier import WeightSyncError
 from trl.types import Prompts
 
 PROMPTS = Prompts(messages=["a"] * 4, token_ids=[[20 + n for n in range(40)]] * 4)

@@ -7,7 +7,7 @@ from online_runs import completion_logps, make_trainer
 from scripted import ScriptedBackend
 from tiny import tiny_model
 
-from trl.generation.base import Generations, Sampling, cut_at_stop, cut_generations, row_seeds
+from trl.generation.base import Generations, Sampling, cut_at_stop, generations_from_rows, row_seeds
 from trl.generation.transformers.backend import TransformersBackend
 from trl.generation.transformers.continuous import ContinuousBackend
 from trl.types import Prompts
@@ -79,13 +79,16 @@ def test_engines_that_do_not_sleep_are_always_awake_and_in_sync():
     backend = TransformersBackend(nullcontext, pad_id=0, device=torch.device("cpu"))
     backend.sync_weights(3)
     with backend.awake():
-        assert backend.context is None, "as the policy"
+        assert backend.context_length is None, "as the policy"
 
 
 def test_generations_are_cut():
     drawing = Sampling(max_tokens=3, stop_ids=(7,))
-    found = cut_generations([[5, 7, 5], [5, 5, 5, 7]], drawing, [[0.0, -1.0], [0.0] * 3])
-    assert found.completion_ids == [[5, 7], [5, 5, 5]] and found.finish == ["stop", "length"]
+    found = generations_from_rows([[5, 7, 5], [5, 5, 5, 7]], drawing, [[0.0, -1.0], [0.0] * 3])
+    assert found.completion_ids == [[5, 7], [5, 5, 5]] and found.finish_reasons == [
+        "stop",
+        "length",
+    ]
     assert found.sampling_logps == [[0.0, -1.0], [0.0] * 3]
 
 
@@ -126,27 +129,29 @@ def test_the_policy_is_whole_and_evaluates_for_inference(tmp_path):
 
 def test_generations_may_replace_prompts_and_add_columns():
     prompts = Prompts(messages=["a", "b"], token_ids=[[1], [2]])
-    plain = Generations(completion_ids=[[5, 6], [7]], finish=["stop", "stop"])
-    assert plain.prompts(prompts) is prompts and plain.rows([{"x": 1}, {}]) == [{"x": 1}, {}]
-    assert plain.trained_lengths() == [2, 1]
+    plain = Generations(completion_ids=[[5, 6], [7]], finish_reasons=["stop", "stop"])
+    assert plain.completed_prompts(prompts) is prompts and plain.with_extra_columns(
+        [{"x": 1}, {}]
+    ) == [{"x": 1}, {}]
+    assert plain.policy_token_counts() == [2, 1]
     changed = Generations(
         completion_ids=[[5, 6], [7]],
-        finish=["stop", "stop"],
-        trainable=[[True, False], [True]],
+        finish_reasons=["stop", "stop"],
+        policy_mask=[[True, False], [True]],
         prompt_ids=[[3], [4]],
-        columns=[{"x": 2}, {"y": 3}],
+        extra_columns=[{"x": 2}, {"y": 3}],
     )
-    assert changed.prompts(prompts).token_ids == [[3], [4]]
-    assert changed.rows([{"x": 1}, {"x": 1}]) == [{"x": 2}, {"x": 1, "y": 3}]
-    assert changed.trained_lengths() == [1, 1]
+    assert changed.completed_prompts(prompts).token_ids == [[3], [4]]
+    assert changed.with_extra_columns([{"x": 1}, {"x": 1}]) == [{"x": 2}, {"x": 1, "y": 3}]
+    assert changed.policy_token_counts() == [1, 1]
     both = Generations.concatenate([changed, changed])
-    assert both.columns == changed.columns * 2 and both.messages is None
+    assert both.extra_columns == changed.extra_columns * 2 and both.messages is None
 
 
 def test_options_that_are_not_replayed():
     extra = {"presence_penalty": 0.5, "min_tokens": 0, "stop": ["x"], "logit_bias": {3: 1.0}}
     drawing = Sampling(max_tokens=4, repetition_penalty=1.1, top_p=0.5, extra=extra)
     expected = ["presence_penalty=0.5", "logit_bias={3: 1.0}", "repetition_penalty=1.1"]
-    assert drawing.not_replayed() == expected
+    assert drawing.unreproducible_options() == expected
     likeliest = Sampling(max_tokens=4, extra={"do_sample": False})
-    assert likeliest.not_replayed() == ["do_sample=False"]
+    assert likeliest.unreproducible_options() == ["do_sample=False"]

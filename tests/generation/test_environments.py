@@ -7,9 +7,9 @@ from tool_chat import END, STOPS, add, call, ids, tool_tokenizer, user
 from trl.distributed import Ranks
 from trl.generation.base import Sampling
 from trl.generation.environments import EnvironmentBackend, Environments
-from trl.generation.tools.calls import CallParser, ToolRunner
+from trl.generation.tools.calls import ToolCallParser, ToolRunner
 from trl.generation.tools.loop import ToolLoop
-from trl.generation.tools.templates import ToolTurns
+from trl.generation.tools.templates import ToolResultEncoder
 from trl.online.prompts import PromptEncoder
 from trl.online.reward_sources import resolve_rewards
 from trl.online.rewards import RewardInputs, RewardSuite
@@ -87,25 +87,25 @@ def test_public_methods_are_tools_and_win_over_functions_of_all_rows():
     def look() -> str:
         """See something else."""
 
-    (chosen,) = Environments(Maze, [look]).begin(rows(3))[0]
+    (chosen,) = Environments(Maze, [look]).reset_for_rows(rows(3))[0]
     assert Environments(Maze, [look]).tools_of(chosen)["look"]() == "at 3"
 
 
 def test_each_row_has_its_own_and_later_rounds_reset_it():
     found, given = Environments(lambda: Maze()), rows(1, 1, 7)
-    environments, begun = found.begin(given)
+    environments, begun = found.reset_for_rows(given)
     assert len(set(map(id, environments))) == 3 == Maze.made
     assert [env.place for env in environments] == [1, 1, 7]
     assert environments[0].seen == ["prompt"]
     assert [row["prompt"][-1]["content"] for row in begun] == ["go from 1"] * 2 + ["go from 7"]
     assert given == rows(1, 1, 7), "rows stay as they are"
-    again, _ = found.begin(rows(4, 5))
+    again, _ = found.reset_for_rows(rows(4, 5))
     assert [env.place for env in again] == [4, 5] and again == environments[:2]
-    assert found.begin(rows(0, 0, 0))[0] == environments and Maze.made == 3
+    assert found.reset_for_rows(rows(0, 0, 0))[0] == environments and Maze.made == 3
 
 
 def test_lone_surrogates_that_are_observed_are_replaced():
-    _, [row] = Environments(Maze).begin(rows("\ud83d"))
+    _, [row] = Environments(Maze).reset_for_rows(rows("\ud83d"))
     assert row["prompt"][-1]["content"] == "go from \ufffd"
 
 
@@ -116,7 +116,7 @@ def test_a_reset_cannot_change_its_row():
             hints.clear()
 
     given = rows(1, 2, hints=[["a"], ["b"]])
-    _, begun = Environments(Greedy).begin(given)
+    _, begun = Environments(Greedy).reset_for_rows(given)
     assert given == rows(1, 2, hints=[["a"], ["b"]])
     assert [row["prompt"] for row in begun] == [user("go"), user("go")]
 
@@ -124,7 +124,7 @@ def test_a_reset_cannot_change_its_row():
 def test_rows_choose_among_several():
     found = Environments({"maze": Maze, "quiet": Quiet}, [add])
     names = ["quiet", "maze", "quiet"]
-    environments, begun = found.begin(rows(1, 2, 3, environment=names))
+    environments, begun = found.reset_for_rows(rows(1, 2, 3, environment=names))
     assert [type(env).__name__ for env in environments] == ["Quiet", "Maze", "Quiet"]
     assert environments[0] is not environments[2] and "environment" not in environments[0].given
     tools = [row["chat_template_kwargs"]["tools"] for row in begun]
@@ -133,20 +133,20 @@ def test_rows_choose_among_several():
     assert begun[0]["prompt"] == user("go"), "reset returned None"
     for wrong in ("maxe", None):
         with pytest.raises(ValueError, match=f"Row 1 .*environment={wrong!r}.*maze"):
-            found.begin(rows(1, 2, environment=["maze", wrong]))
+            found.reset_for_rows(rows(1, 2, environment=["maze", wrong]))
 
 
 def test_rewards_of_environments_are_columns_beside_the_others():
     found = Environments({"a": Maze, "b": Maze, "c": Quiet})
-    assert [reward.__name__ for reward in found.rewards] == ["Maze", "Quiet"]
+    assert [reward.__name__ for reward in found.reward_functions] == ["Maze", "Quiet"]
     given = rows(2, 3, 4, environment=["a", "c", "b"])
-    environments, begun = found.begin(given)
+    environments, begun = found.reset_for_rows(given)
     begun = [row | {"environments": own} for row, own in zip(begun, environments, strict=True)]
 
     def mine(environments, **kwargs):
         return [float(hasattr(own, "place")) for own in environments]
 
-    sources = resolve_rewards(mine, of_environments=found.rewards)
+    sources = resolve_rewards(mine, of_environments=found.reward_functions)
     suite = RewardSuite(sources, [10.0], 5.0, Ranks())
     inputs = RewardInputs(begun, ["x"] * 3, [[1]] * 3, None)
     table, _ = suite(inputs, 1, lambda name, value: None)
@@ -165,17 +165,17 @@ def test_blocks_are_appended_as_such():
     blocks = [{"type": "text", "text": "see"}]
     given = [{"prompt": user("go"), "shown": blocks}]
     first = {"type": "text", "text": "go"}
-    begun = Environments(Blocks).begin(given)[1]
+    begun = Environments(Blocks).reset_for_rows(given)[1]
     assert begun[0]["prompt"] == [{"role": "user", "content": [first, *blocks]}]
     again = [{"prompt": begun[0]["prompt"], "shown": "!"}]
-    content = Environments(Blocks).begin(again)[1][0]["prompt"][0]["content"]
+    content = Environments(Blocks).reset_for_rows(again)[1][0]["prompt"][0]["content"]
     assert content == [first, *blocks, {"type": "text", "text": "!"}]
     for prompt, shown, words in (
         (user("go"), 3, "Blocks.reset returned 3; it must return None, text"),
         ("go", "x", "the prompt is text"),
     ):
         with pytest.raises(TypeError, match=words):
-            Environments(Blocks).begin([{"prompt": prompt, "shown": shown}])
+            Environments(Blocks).reset_for_rows([{"prompt": prompt, "shown": shown}])
 
 
 class Undescribed(Quiet):
@@ -209,14 +209,14 @@ def episode(seen, place):
 def test_the_policy_acts_in_the_environment_of_its_row():
     found, tokenizer = Environments(Maze), tool_tokenizer()
     runner = ToolRunner(found.tools, 20.0)
-    parser, turns = CallParser(tokenizer, runner.schemas), ToolTurns(tokenizer, STOPS)
+    parser, turns = ToolCallParser(tokenizer, runner.schemas), ToolResultEncoder(tokenizer, STOPS)
     loop = ToolLoop(ScriptedBackend(episode), runner, parser, turns, Ranks())
     encode = PromptEncoder(tokenizer)
     backend = EnvironmentBackend(loop, found, encode, Ranks())
     given = rows(10, 10, 20, 20)
     prompts = encode(given)
     generations = backend.generate(prompts, Sampling(max_tokens=500, stop_ids=STOPS), 2)
-    shown = generations.prompts(prompts)
+    shown = generations.completed_prompts(prompts)
     texts = [tokenizer.decode(row) for row in shown.token_ids]
     assert texts == [
         f"<system>look step <end><user>go from {n}<end><assistant>" for n in (10, 10, 20, 20)
@@ -228,8 +228,8 @@ def test_the_policy_acts_in_the_environment_of_its_row():
         "at 20",
         "at 21",
     ]
-    assert generations.tool_calls == [(1, 0)] * 4
-    columns = generations.rows(given)
+    assert generations.tool_call_counts == [(1, 0)] * 4
+    columns = generations.with_extra_columns(given)
     assert [row["environments"].place for row in columns] == [10, 11, 20, 21]
     backend.sync_weights(3)
     assert loop.engine.synced_steps == [3]

@@ -60,15 +60,15 @@ def test_options_that_continuous_batching_cannot_honor(tmp_path, change):
 
 
 @pytest.mark.parametrize(
-    ("shares", "gather", "in_step"),
+    ("shares", "gather", "in_lockstep"),
     [(False, False, False), (True, True, False), (True, False, True)],
 )
 def test_sharded_layers_run_in_step_unless_they_are_gathered_at_once(
-    tmp_path, monkeypatch, shares, gather, in_step
+    tmp_path, monkeypatch, shares, gather, in_lockstep
 ):
     monkeypatch.setattr(Ranks, "shards_weights", shares)
     trainer = make_trainer(tmp_path, ds3_gather_for_generation=gather)
-    assert trainer.policy.layers_in_step == in_step
+    assert trainer.policy.layers_in_lockstep == in_lockstep
 
 
 def test_options_of_continuous_batching_are_checked(tmp_path):

@@ -35,9 +35,9 @@ def test_the_function_gets_prompts():
     found = backend.generate(PROMPTS, Sampling(max_tokens=4, stop_ids=(2, 1)), 2)
     assert seen == [7, ["a", "b"]]
     assert (found.prompt_ids, found.completion_ids) == (GOOD["prompt_ids"], GOOD["completion_ids"])
-    assert found.sampling_logps == GOOD["logprobs"] and found.trainable is None
-    assert found.finish == ["stop", "length"] and found.columns == [{}, {}]
-    assert found.prompts(PROMPTS).token_ids == GOOD["prompt_ids"]
+    assert found.sampling_logps == GOOD["logprobs"] and found.policy_mask is None
+    assert found.finish_reasons == ["stop", "length"] and found.extra_columns == [{}, {}]
+    assert found.completed_prompts(PROMPTS).token_ids == GOOD["prompt_ids"]
     assert not backend.reports_policy_logps
 
 
@@ -56,8 +56,8 @@ def test_the_function_cannot_change_the_prompts():
 
 def test_masks_and_columns():
     found = generate(GOOD | {"env_mask": [[1, 0, 1], [1]], "score": [0.5, None], "level": "hard"})
-    assert found.trainable == [[True, False, True], [True]]
-    assert found.rows([{"x": 1, "score": 9}, {"x": 2}]) == [
+    assert found.policy_mask == [[True, False, True], [True]]
+    assert found.with_extra_columns([{"x": 1, "score": 9}, {"x": 2}]) == [
         {"x": 1, "score": 0.5, "level": "hard"},
         {"x": 2, "score": None, "level": "hard"},
     ]
@@ -65,7 +65,7 @@ def test_masks_and_columns():
 
 def test_lone_surrogates_in_columns_are_replaced():
     found = generate(GOOD | {"prompt": ["\ud83d", [{"content": "\ud83d\ude00"}]], "kind": "\ude00"})
-    assert found.columns == [
+    assert found.extra_columns == [
         {"prompt": "\ufffd", "kind": "\ufffd"},
         {"prompt": [{"content": "😀"}], "kind": "\ufffd"},
     ]
@@ -83,7 +83,7 @@ def test_arrays_and_tensors_are_lists():
     assert found.completion_ids == GOOD["completion_ids"]
     assert {type(token) for row in found.completion_ids for token in row} == {int}
     assert found.sampling_logps == [[-0.5, -0.25, -1.0], [-0.5]]
-    assert found.columns == [{"score": 1.0}, {"score": 2.0}]
+    assert found.extra_columns == [{"score": 1.0}, {"score": 2.0}]
 
 
 @pytest.mark.parametrize(

@@ -266,7 +266,7 @@ def completions(model: nn.Module, shared: bool) -> tuple[list[list[int]], float]
         pad_id=0,
         device=torch.device("cpu"),
         shared_prefix=shared,
-        rows=None if shared else 1,
+        max_rows=None if shared else 1,
     )
     tokenizer = tiny_tokenizer()
     ids = [tokenizer(text)["input_ids"] for text in TEXTS[::2] for _ in range(3)]

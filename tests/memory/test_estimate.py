@@ -13,8 +13,8 @@ from tensor_bytes import TensorBytes
 from tiny import tiny_model
 
 from trl.generation.base import Sampling
-from trl.generation.transformers.backend import TransformersBackend, cut_rows
-from trl.generation.transformers.sampler import pick
+from trl.generation.transformers.backend import TransformersBackend, split_into_batches
+from trl.generation.transformers.sampler import sample_tokens
 from trl.memory.estimate import Estimate, Head, Layer
 from trl.memory.model_size import model_size
 from trl.memory.settings import RunSettings
@@ -215,7 +215,7 @@ def decode(model, run):
         pad_id=0,
         device=CPU,
         shared_prefix=run.shared_prefix,
-        rows=run.generation_rows,
+        max_rows=run.generation_rows,
     )
     rows = range(run.rows)
     sampling = Sampling(max_tokens=run.completion, stop_ids=(), seeds=tuple(rows))
@@ -258,7 +258,7 @@ def test_rows_in_flight_are_those_of_the_largest_piece(shared, rows, tokens):
     run = run.replace(generation_kv_gb=None if tokens is None else cache_bytes / 1e9)
     ids = [[row // run.group_size] * run.prompt for row in range(run.rows)]
     bounds = rows or math.inf, math.inf if tokens is None else tokens + 0.5
-    pieces = list(cut_rows(ids, run.completion, shared, *bounds))
+    pieces = list(split_into_batches(ids, run.completion, shared, *bounds))
     most = max(len(piece) for piece in pieces)
     found, copies = Estimate(model_size(model.config), run).in_flight()
     # Of a group that is cut, the plan counts a part of the prompt.
@@ -436,7 +436,7 @@ def test_drawing_a_token():
     with torch.no_grad(), TensorBytes() as tracker:
         logits = real.logits(hidden, None)
         every = (logits / 1.0).log_softmax(-1)
-        pick(logits, draws)
+        sample_tokens(logits, draws)
     held = real.module.weight.untyped_storage().nbytes()
     assert head.sampling(64) == pytest.approx(tracker.peak - held, rel=0.05)
     assert every.shape == logits.shape

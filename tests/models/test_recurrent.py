@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from trl.generation.base import Sampling
-from trl.generation.transformers.shared_decoding import SharedDecoder
+from trl.generation.transformers.shared_decoding import SharedPrefixDecoder
 from trl.models import packed_layout
 from trl.models.lm_head import HeadFinder
 from trl.models.scorer import Scorer
@@ -129,7 +129,7 @@ def test_decoding_forks_states(kind):
     head = HeadFinder(1.0).find(model)
     few = Sampling(max_tokens=9, stop_ids=(20, 21, 22, 23, 24, 25, 26, 27, 28, 29))
     prompts = [BATCH.prompt_ids[2]] * 3 + [BATCH.prompt_ids[-1]] * 2
-    ids, logps = SharedDecoder(model, head, few)(prefixes_of(prompts), range(5))
+    ids, logps = SharedPrefixDecoder(model, head, few)(prefixes_of(prompts), range(5))
     assert len({*map(tuple, ids)}) == 5 and len({*map(len, ids)}) > 1
     rows = rollout_of(list(zip(prompts, ids, strict=True)))
     plain = scorer(shared_prefix=False).logps(model, rows)

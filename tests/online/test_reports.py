@@ -35,7 +35,7 @@ def a_round(rows=(0, 1, 2, 3), **changes) -> Round:
         "completions": [f"c{row}" for row in rows],
         "generations": Generations(
             completion_ids=[[7] * (row + 1) for row in rows],
-            finish=["stop" if row % 2 else "length" for row in rows],
+            finish_reasons=["stop" if row % 2 else "length" for row in rows],
         ),
         "table": RewardTable(
             per_function=torch.tensor([[0.0, 1.0], [NAN, 2.0], [3.0, 4.0], [NAN, NAN]]),
@@ -88,7 +88,7 @@ def test_tokens_are_recorded_where_the_engine_reports_them():
 
     generations = Generations(
         completion_ids=[[7, 8], [9]],
-        finish=["stop"] * 2,
+        finish_reasons=["stop"] * 2,
         sampling_logps=[[-0.12345, NAN], [-2.0]],
     )
     changes = {"rows": (0, 1), "generations": generations}
@@ -119,9 +119,9 @@ def test_a_round_is_counted_recorded_and_written_by_mode(tmp_path):
 def test_tokens_of_tools_are_not_counted(tmp_path):
     generations = Generations(
         completion_ids=[[7] * 4] * 4,
-        finish=["stop"] * 4,
-        trainable=[[True, False, False, True]] * 4,
-        tool_calls=[(1, 0), (1, 1), (0, 0), (0, 0)],
+        finish_reasons=["stop"] * 4,
+        policy_mask=[[True, False, False, True]] * 4,
+        tool_call_counts=[(1, 0), (1, 1), (0, 0), (0, 0)],
     )
     stores = new_stores()
     reports = Reports(str(tmp_path), Ranks(), stores)

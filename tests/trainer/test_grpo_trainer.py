@@ -498,7 +498,7 @@ class EngineWithLogps:
             )
         ]
         return Generations(
-            completion_ids=completions, finish=["stop"] * len(logps), sampling_logps=logps
+            completion_ids=completions, finish_reasons=["stop"] * len(logps), sampling_logps=logps
         )
 
 

@@ -6,13 +6,13 @@ from pathlib import Path
 import torch
 
 from trl.generation.vllm.server import worker
-from trl.generation.vllm.server.worker import Receiver, WeightWorker
+from trl.generation.vllm.server.worker import WeightReceiver, WeightWorker
 
 SLOW = 4.0  # seconds
 PATIENCE = 60.0  # seconds after which a worker that hangs goes on, if nobody frees it
 
 
-class FaultyReceiver(Receiver):
+class FaultyReceiver(WeightReceiver):
     """Loads a weight in a wrong way, from the `first`-th time on since the fault was chosen."""
 
     fault, name, first, count = "", "", 1, 0
@@ -38,7 +38,7 @@ class FaultyReceiver(Receiver):
         return super().load(name, weight)
 
 
-worker.Receiver = FaultyReceiver
+worker.WeightReceiver = FaultyReceiver
 
 
 class FaultyWorker(WeightWorker):

@@ -23,8 +23,10 @@ served = []
 pool = trainer.backend._pool
 if pool is not None:
     for place, server in enumerate(pool.servers):
-        ask = server.ask_again
-        server.ask_again = lambda *a, place=place, ask=ask: served.append(place) or ask(*a)
+        ask = server.request_with_retries
+        server.request_with_retries = lambda *a, place=place, ask=ask: (
+            served.append(place) or ask(*a)
+        )
 
 
 def complete(*args):

@@ -12,7 +12,7 @@ from vllm_rows import PROMPTS, gap, sampling
 
 from trl.generation.vllm import factory
 from trl.generation.vllm.adapter_engine import AdapterBackend, AdapterEngine
-from trl.generation.vllm.weight_proof import WeightSyncError
+from trl.generation.vllm.weight_verifier import WeightSyncError
 
 pytestmark = [needs_vllm, pytest.mark.vllm]
 LAYERS = ["q_proj", "v_proj", "down_proj"]  # a part of what vLLM fuses

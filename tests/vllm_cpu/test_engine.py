@@ -96,20 +96,20 @@ def test_stop_strings_end_a_completion():
     free = complete(stop_ids=()).completion_ids
     text = TOKENIZER.decode(free[0][4:6])
     found = complete(stop_ids=(), extra={"stop": [text]})
-    assert found.completion_ids[0] == free[0][:6] and found.finish[0] == "stop"
+    assert found.completion_ids[0] == free[0][:6] and found.finish_reasons[0] == "stop"
 
 
 def test_more_stop_ids_and_options_that_only_vllm_knows():
     free = complete(stop_ids=()).completion_ids
     found = complete(extra={"stop_token_ids": [free[1][2]], "min_tokens": 1})
-    assert found.completion_ids[1] == free[1][:3] and found.finish[1] == "stop"
+    assert found.completion_ids[1] == free[1][:3] and found.finish_reasons[1] == "stop"
     biased = complete(extra={"logit_bias": {33: 100.0}, "max_tokens": 5}, stop_ids=())
     assert biased.completion_ids == [[33] * 5] * 4
 
 
 def test_completions_match_a_regular_expression():
     found = complete(extra={"structured_outputs": {"regex": "[0-9]{2}-[a-c]"}})
-    for ids, reason in zip(found.completion_ids, found.finish, strict=True):
+    for ids, reason in zip(found.completion_ids, found.finish_reasons, strict=True):
         text = TOKENIZER.decode(ids, skip_special_tokens=True)
         assert len(text) == 4 and text[:2].isdigit() and text[2] == "-" and text[3] in "abc"
         assert reason == "stop" and ids[-1] == 1
@@ -126,7 +126,7 @@ def test_a_completion_ends_where_the_context_does():
     found = backend(policy_model()).generate(
         prompts, sampling(seeds=(1,), max_tokens=50, stop_ids=()), 1
     )
-    assert (len(found.completion_ids[0]), found.finish) == (8, ["length"])
+    assert (len(found.completion_ids[0]), found.finish_reasons) == (8, ["length"])
 
 
 def test_evaluation_uses_the_same_engine_with_its_own_settings():
@@ -204,5 +204,5 @@ def test_an_engine_that_is_collected_takes_nothing_along():
 
 
 def test_the_wrapper_knows_what_the_engine_sees():
-    assert isinstance(engine(), VLLMEngine) and engine().context == 128
+    assert isinstance(engine(), VLLMEngine) and engine().context_length == 128
     assert engine().dtype == torch.float32

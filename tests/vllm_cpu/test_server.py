@@ -24,7 +24,7 @@ from trl.generation.base import Sampling
 from trl.generation.vllm.server.backend import MOST_REQUESTS, ServerPool
 from trl.generation.vllm.server.client import ServerError, VLLMClient
 from trl.generation.vllm.server.secret import WEIGHTS
-from trl.generation.vllm.weight_proof import WeightSyncError
+from trl.generation.vllm.weight_verifier import WeightSyncError
 from trl.types import Prompts
 
 pytestmark = [needs_vllm, pytest.mark.vllm]
@@ -64,7 +64,7 @@ def test_options_of_requests_are_followed():
     assert biased.completion_ids == [[33] * 12] * 4
     digits = sampling(extra={"structured_outputs": {"regex": "[0-9]{3}"}}, stop_ids=(1,))
     text = found.generate(PROMPTS, digits, 4)
-    assert {len(ids) for ids in text.completion_ids} == {4} and text.finish == ["stop"] * 4
+    assert {len(ids) for ids in text.completion_ids} == {4} and text.finish_reasons == ["stop"] * 4
 
 
 def test_filters_change_the_reported_log_probabilities_as_they_change_the_distribution():
@@ -82,8 +82,8 @@ def test_filters_change_the_reported_log_probabilities_as_they_change_the_distri
 def test_one_request_for_each_prompt_and_no_more_tokens_than_there_is_room_for(monkeypatch):
     found, bodies = server_backend(policy_model(), probe_syncs=0), []
     client = found._pool.servers[0]
-    ask = client.ask_again
-    monkeypatch.setattr(client, "ask_again", lambda *a: bodies.append(a[2]) or ask(*a))
+    ask = client.request_with_retries
+    monkeypatch.setattr(client, "request_with_retries", lambda *a: bodies.append(a[2]) or ask(*a))
     rows = Prompts(messages=list("aaabbb"), token_ids=[[20] * 120] * 3 + [[21]] * 3)
     drawn = found.generate(rows, sampling(seeds=tuple(range(6)), max_tokens=200), 3)
     assert [len(ids) for ids in drawn.completion_ids] == [8] * 3 + [127] * 3

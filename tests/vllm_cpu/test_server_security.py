@@ -19,7 +19,7 @@ from trl.generation.vllm.server.secret import (
     CHALLENGE,
     REQUEST,
     WEIGHTS,
-    Claim,
+    SignedRequest,
     digest,
 )
 
@@ -52,7 +52,7 @@ def ask(server, method, path, body=b"", claim=None):
 def claim_of(server, method, path, body=b"", secret=SECRET):
     """A claim as a trainer makes it, with the word that the server gives to everyone."""
     _, headers, _ = ask(server, "GET", "/health")
-    return Claim(secret.encode(), headers[CHALLENGE], method, path, digest(body)).header
+    return SignedRequest(secret.encode(), headers[CHALLENGE], method, path, digest(body)).header
 
 
 def all_routes(server):

@@ -56,7 +56,7 @@ def test_evaluation_uses_the_same_server(tmp_path):
     trainer.train()
     assert len(completions(tmp_path, "eval")) == 2 * 8
     assert len(logged(trainer, "eval_reward")) == 2
-    assert trainer.backend.context == 128
+    assert trainer.backend.context_length == 128
     assert trainer.backend._syncs == 3, "one for each step, and one for the last evaluation"
 
 

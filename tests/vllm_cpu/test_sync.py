@@ -26,7 +26,7 @@ from vllm_rows import (
 )
 
 from trl.generation.vllm.engine import VLLMEngine
-from trl.generation.vllm.weight_proof import WeightSyncError, _factors
+from trl.generation.vllm.weight_verifier import WeightSyncError, _factors
 
 pytestmark = [needs_vllm, pytest.mark.vllm]
 

@@ -9,7 +9,7 @@ from shared_vllm import ForgetfulEngine, fresh_engine, model_policy, nudge, poli
 from trl.distributed import RankError, Ranks
 from trl.generation.base import Sampling
 from trl.generation.vllm.backend import VLLMColocateBackend
-from trl.generation.vllm.weight_proof import WeightSyncError
+from trl.generation.vllm.weight_verifier import WeightSyncError
 from trl.types import Prompts
 
 Q = "model.layers.0.self_attn.q_proj.weight"

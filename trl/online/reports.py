@@ -52,7 +52,7 @@ class Round:
                 "prompt": self.prompts.messages[row],
                 "completion": self.completions[row],
                 "completion_ids": ids[row],
-                "finish": self.generations.finish[row],
+                "finish": self.generations.finish_reasons[row],
                 "reward": _plain(totals[row]),
                 "advantage": _plain(advantages[row]),
                 "rewards": dict(zip(self.table.names, map(_plain, scores[row]), strict=True)),
@@ -88,13 +88,13 @@ class Reports:
     def add(self, mode: Mode, found: Round) -> int:
         """Record metrics of a round and write its completions; return its tokens on all ranks."""
         store = self._metrics[mode]
-        lengths = found.generations.trained_lengths()
-        stopped = [reason == "stop" for reason in found.generations.finish]
+        lengths = found.generations.policy_token_counts()
+        stopped = [reason == "stop" for reason in found.generations.finish_reasons]
         rows = zip(lengths, stopped, map(len, found.prompts.token_ids), strict=True)
         counts = self._ranks.gather(torch.tensor(list(map(list, rows)))).cpu()
         record_lengths(store, counts[:, 0], counts[:, 1].bool())
         record_rewards(store, found.table)
-        record_tools(store, found.generations.tool_calls)
+        record_tools(store, found.generations.tool_call_counts)
         ranks = self._ranks.gather_objects_on_rank_0(found.records(self._ranks.rank))
         if self._ranks.rank == 0:
             self._latest[mode] = [record for records in ranks for record in records]

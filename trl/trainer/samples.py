@@ -12,7 +12,7 @@ from transformers import GenerationConfig, TrainerCallback
 from transformers.utils import logging
 
 from ..data.rows import Document
-from ..generation.base import NAMED, Sampling, row_seeds
+from ..generation.base import NAMED_OPTIONS, Sampling, row_seeds
 from ..generation.transformers.backend import TransformersBackend
 from ..imports import require
 from ..json_files import JsonLinesFile
@@ -52,7 +52,7 @@ class Samples:
                 lambda: policy_for_inference(trainer.model, trainer.accelerator),
                 pad_id=self._prompts.token_ids[0][0],  # any token: it is masked
                 device=trainer.args.device,
-                rows=trainer.args.per_device_eval_batch_size,
+                max_rows=trainer.args.per_device_eval_batch_size,
                 ranks=trainer.ranks,
             )
         self._sampling: Any = getattr(trainer, "sampling", None)
@@ -63,7 +63,7 @@ class Samples:
         if config is not None:
             wanted = config.to_dict() | {"max_tokens": config.max_new_tokens}
             wanted["top_k"] = wanted["top_k"] if config.do_sample else 1  # the likeliest token
-            named = {name: wanted[name] for name in NAMED if wanted[name] is not None}
+            named = {name: wanted[name] for name in NAMED_OPTIONS if wanted[name] is not None}
             self._sampling = self._sampling.replace(**named)
         if (context := context_length(model)) is not None:
             room = context - max(map(len, self._prompts.token_ids))
@@ -81,11 +81,11 @@ class Samples:
         with preserve_rng_state(), trainer.phases.inference("generation", count):
             self._engine.sync_weights(step)
             found = self._engine.generate(prompts, self._sampling.replace(seeds=seeds), 1)
-        prompts, ids = found.prompts(prompts), found.completion_ids
+        prompts, ids = found.completed_prompts(prompts), found.completion_ids
         texts = found.messages or self._decode(prompts, ids)
         names = ("prompt", "completion", "completion_ids", "finish")
         unknown = {"step": step, "rewards": {}, "reward": None, "advantage": None}
-        columns = zip(prompts.messages, texts, ids, found.finish, strict=True)
+        columns = zip(prompts.messages, texts, ids, found.finish_reasons, strict=True)
         rows = [unknown | dict(zip(names, row, strict=True)) for row in columns]
         every = chain(*ranks.gather_objects_on_rank_0(rows))
         return [row | {"group": place} for place, row in enumerate(islice(every, most))]

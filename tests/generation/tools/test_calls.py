@@ -10,16 +10,16 @@ from tool_chat import TEMPLATE, add, call, fail, ids, spell, tool_tokenizer
 from trl.generation.tools.calls import (
     BARE,
     TAGGED,
-    CallParser,
     ToolCall,
+    ToolCallParser,
     ToolResult,
     ToolRunner,
     read_calls,
-    schema_of,
+    tool_schema,
 )
 from trl.timed_calls import Outcome
 
-SCHEMAS = [schema_of(add), schema_of(spell)]
+SCHEMAS = [tool_schema(add), tool_schema(spell)]
 ADD = ToolCall("add", {"a": 1, "b": 2})
 XML = (
     "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>2</parameter>\n"
@@ -111,7 +111,7 @@ def test_lone_surrogates_of_tools_are_replaced():
 
 
 def test_a_turn_becomes_a_message():
-    parse = CallParser(tool_tokenizer(), SCHEMAS)
+    parse = ToolCallParser(tool_tokenizer(), SCHEMAS)
     message, calls = parse(ids("x"), ids("so " + call("add", '{"a": 1, "b": 2}')))
     function = {"name": "add", "arguments": {"a": 1, "b": 2}}
     assert calls == [ADD]
@@ -127,15 +127,15 @@ def test_the_template_says_how_calls_are_written():
     tokenizer = tool_tokenizer()
     tokenizer.chat_template = TEMPLATE.replace("<tool_call>", "").replace("</tool_call>", "")
     text = '{"name": "add", "arguments": {"a": 1, "b": 2}}'
-    assert CallParser(tokenizer, SCHEMAS)([], ids(text))[1] == [ADD]
-    assert CallParser(tool_tokenizer(), SCHEMAS)([], ids(text))[1] == []
+    assert ToolCallParser(tokenizer, SCHEMAS)([], ids(text))[1] == [ADD]
+    assert ToolCallParser(tool_tokenizer(), SCHEMAS)([], ids(text))[1] == []
 
 
 def test_unknown_ways_of_writing_calls():
     tokenizer = tool_tokenizer()
     tokenizer.chat_template = TEMPLATE.replace("tool_call>", "call>")
     with pytest.raises(ValueError, match="<call>.*Set tokenizer.response_template"):
-        CallParser(tokenizer, SCHEMAS)
+        ToolCallParser(tokenizer, SCHEMAS)
 
 
 def test_response_templates_are_used():
@@ -148,7 +148,7 @@ def test_response_templates_are_used():
             "tool_calls": {"open": "[", "close": "]", "content": "json", "repeats": True},
         },
     }
-    parse = CallParser(tokenizer, SCHEMAS)
+    parse = ToolCallParser(tokenizer, SCHEMAS)
     prompt = ids("<user>hi<end><assistant>")
     message, calls = parse(prompt, ids('so[{"name": "add", "arguments": {"a": 1, "b": 2}}]'))
     assert (message["content"], calls) == ("so", [ADD])

@@ -11,9 +11,9 @@ from tool_chat import END, STOPS, add, call, fail, ids, spell, tool_tokenizer, u
 from trl.distributed import Ranks
 from trl.generation.base import GenerationBackend, Sampling
 from trl.generation.function_backend import FunctionBackend
-from trl.generation.tools.calls import CallParser, ToolRunner
+from trl.generation.tools.calls import ToolCallParser, ToolRunner
 from trl.generation.tools.loop import ToolLoop
-from trl.generation.tools.templates import ToolTurns
+from trl.generation.tools.templates import ToolResultEncoder
 from trl.generation.transformers.backend import TransformersBackend, merge_options
 from trl.types import Prompts
 
@@ -24,8 +24,8 @@ ANSWER = "(tool add: 5)<assistant>"
 def loop(engine, tokenizer=None, ranks=None, tools=(add, spell, fail), **limits) -> ToolLoop:
     tokenizer = tokenizer or tool_tokenizer()
     runner = ToolRunner(tools, 20.0)
-    parser = CallParser(tokenizer, runner.schemas)
-    turns = ToolTurns(tokenizer, STOPS)
+    parser = ToolCallParser(tokenizer, runner.schemas)
+    turns = ToolResultEncoder(tokenizer, STOPS)
     return ToolLoop(engine, runner, parser, turns, ranks or Ranks(), **limits)
 
 
@@ -57,11 +57,11 @@ def test_answers_stand_between_the_turns():
     turns = ["so " + ASK + "<end>", ASK * 2 + "<end>", "ten<end>"]
     answers = [ANSWER, "(tool add: 5)" + ANSWER]
     expected = turns[0] + answers[0] + turns[1] + answers[1] + turns[2]
-    assert text(found.completion_ids[0]) == expected and found.finish == ["stop"]
-    pairs = zip(found.completion_ids[0], found.trainable[0], strict=True)
+    assert text(found.completion_ids[0]) == expected and found.finish_reasons == ["stop"]
+    pairs = zip(found.completion_ids[0], found.policy_mask[0], strict=True)
     kept = [token for token, ours in pairs if ours]
     assert text(kept) == "".join(turns), "only what the policy wrote is trained on"
-    assert found.trained_lengths() == [len(kept)] and found.tool_calls == [(3, 0)]
+    assert found.policy_token_counts() == [len(kept)] and found.tool_call_counts == [(3, 0)]
     roles = [message["role"] for message in found.messages[0]]
     assert roles == ["assistant", "tool", "assistant", "tool", "tool", "assistant"]
     assert found.messages[0][0]["content"] == "so"
@@ -99,7 +99,7 @@ def test_rows_go_on_without_those_that_are_done():
     assert [text(row) for row in found.completion_ids] == [
         ASK + "<end>" + ANSWER + "ok<end>", "ok<end>", ASK + "<end>" + ANSWER + "ok<end>",
     ]  # fmt: skip
-    assert found.tool_calls == [(1, 0), (0, 0), (1, 0)]
+    assert found.tool_call_counts == [(1, 0), (0, 0), (1, 0)]
 
 
 def test_failures_are_told_and_counted():
@@ -107,15 +107,15 @@ def test_failures_are_told_and_counted():
     found = loop(ScriptedBackend(says(wrong, "ok"))).generate(prompts("q"), sampling(), 1)
     answers = [m["content"] for m in found.messages[0] if m["role"] == "tool"]
     assert [answer.startswith('{"error": ') for answer in answers] == [True] * 3
-    assert found.tool_calls == [(3, 3)] and text(found.completion_ids[0]).endswith("ok<end>")
+    assert found.tool_call_counts == [(3, 3)] and text(found.completion_ids[0]).endswith("ok<end>")
 
 
 @pytest.mark.parametrize(("turns", "made"), [(0, 0), (1, 1), (2, 2), (None, 3)])
 def test_most_turns_that_are_answered(turns, made):
     backend = loop(ScriptedBackend(says(ASK, ASK, ASK, "ok")), turns=turns)
     found = backend.generate(prompts("q"), sampling(), 1)
-    assert found.tool_calls == [(made, 0)]
-    assert found.messages[0][-1]["role"] == "assistant" and found.finish == ["stop"]
+    assert found.tool_call_counts == [(made, 0)]
+    assert found.messages[0][-1]["role"] == "assistant" and found.finish_reasons == ["stop"]
 
 
 FIRST = len(ids(ASK)) + 1
@@ -132,27 +132,27 @@ TWO = FIRST + len(ids(ANSWER))
         (TWO + 3, ASK + "<end>" + ANSWER + "ok<end>", "stop"),
     ],
 )
-@pytest.mark.parametrize("bound", ["max_tokens", "max_new_tokens", "context"])
+@pytest.mark.parametrize("bound", ["max_tokens", "max_new_tokens", "context_length"])
 def test_a_completion_ends_where_there_is_no_room(bound, most, expected, finish):
     changes, limits = {}, {}
-    if bound == "context":
-        limits = {"context": most + len(ids("q"))}
+    if bound == "context_length":
+        limits = {"context_length": most + len(ids("q"))}
     else:
         changes = {"max_tokens": most} if bound == "max_tokens" else {"extra": {bound: most}}
     backend = loop(ScriptedBackend(says(ASK, "ok")), **limits)
     found = backend.generate(prompts("q"), merge_options(sampling(**changes)), 1)
-    assert text(found.completion_ids[0]) == expected and found.finish == [finish]
+    assert text(found.completion_ids[0]) == expected and found.finish_reasons == [finish]
     assert found.messages[0][-1]["role"] == "assistant"
-    assert found.tool_calls == [(int(most >= FIRST), 0)], "a turn that was cut calls nothing"
-    assert len(found.trainable[0]) == len(found.completion_ids[0])
+    assert found.tool_call_counts == [(int(most >= FIRST), 0)], "a turn that was cut calls nothing"
+    assert len(found.policy_mask[0]) == len(found.completion_ids[0])
 
 
 def test_a_row_with_less_room_than_the_others_is_cut():
     engine = ScriptedBackend(lambda seen, place: ids("a" * 30))
-    backend = loop(engine, context=20)
+    backend = loop(engine, context_length=20)
     found = backend.generate(prompts("q", "q" * 8), sampling(), 1)
-    assert list(map(len, found.completion_ids)) == [19, 12] == found.trained_lengths()
-    assert found.finish == ["length"] * 2 and engine.calls[0].max_tokens == 19
+    assert list(map(len, found.completion_ids)) == [19, 12] == found.policy_token_counts()
+    assert found.finish_reasons == ["length"] * 2 and engine.calls[0].max_tokens == 19
 
 
 def real(model) -> TransformersBackend:
@@ -165,9 +165,12 @@ def test_without_calls_completions_are_those_of_the_engine():
     given, drawn = prompts("q", "xy"), sampling(max_tokens=12, seeds=(5, 6))
     plain = real(tiny_model()).generate(given, drawn, 1)
     found = loop(real(tiny_model())).generate(given, drawn, 1)
-    assert found.completion_ids == plain.completion_ids and found.finish == plain.finish
+    assert (
+        found.completion_ids == plain.completion_ids
+        and found.finish_reasons == plain.finish_reasons
+    )
     assert found.sampling_logps == plain.sampling_logps
-    assert found.tool_calls == [(0, 0)] * 2
+    assert found.tool_call_counts == [(0, 0)] * 2
 
 
 def test_a_real_engine_goes_on_behind_an_answer():
@@ -220,7 +223,7 @@ def work():
     found = backend.generate(prompts("q", "qq"), sampling(max_tokens=900 + rank), 2)
     result = {
         "texts": [text(row) for row in found.completion_ids],
-        "calls": found.tool_calls,
+        "calls": found.tool_call_counts,
         "limits": [drawn.max_tokens for drawn in engine.calls],
     }
     good = {"prompt_ids": [[9]], "completion_ids": [[END]], "logprobs": [[0.0]]}

@@ -4,7 +4,7 @@ from tiny import CHAT_TEMPLATE
 from tool_chat import STOPS, TEMPLATE, ids, tool_tokenizer
 
 from trl.generation.tools.templates import (
-    ToolTurns,
+    ToolResultEncoder,
     add_response_schema,
     is_chat_template_prefix_preserving,
     supports_tool_calling,
@@ -50,32 +50,32 @@ def test_prefix_preserving():
 
 
 def test_tokens_behind_a_turn_with_calls():
-    turns = ToolTurns(tool_tokenizer(), STOPS)
+    turns = ToolResultEncoder(tool_tokenizer(), STOPS)
     assert turns.after(RESULTS) == ids("(tool add: 5)(tool spell: a-b)<assistant>")
     assert turns.after(RESULTS[:1]) == ids("(tool add: 5)<assistant>")
 
 
 def test_what_stands_between_stop_token_and_answer_belongs_to_the_answer():
     template = TEMPLATE.replace("<end>{% endif %}{% endfor %}", "<end>\n{% endif %}{% endfor %}")
-    assert ToolTurns(with_template(template), STOPS).after(RESULTS[:1]) == ids(
+    assert ToolResultEncoder(with_template(template), STOPS).after(RESULTS[:1]) == ids(
         "\n(tool add: 5)<assistant>"
     )
 
 
 def test_turns_that_no_token_ends():
     template = TEMPLATE.replace("<end>{% endif %}{% endfor %}", "{% endif %}{% endfor %}")
-    found = ToolTurns(with_template(template), STOPS).after(RESULTS[:1])
+    found = ToolResultEncoder(with_template(template), STOPS).after(RESULTS[:1])
     assert found == ids("(tool add: 5)<assistant>")
 
 
 def test_template_arguments_reach_the_answer():
     template = TEMPLATE.replace("<assistant>{% endif %}", "<assistant>{{ mood }}{% endif %}")
-    turns = ToolTurns(with_template(template), STOPS, {"mood": "x"})
+    turns = ToolResultEncoder(with_template(template), STOPS, {"mood": "x"})
     assert turns.after(RESULTS[:1]) == ids("(tool add: 5)<assistant>x")
 
 
 def test_templates_that_drop_earlier_reasoning_can_be_used():
-    assert ToolTurns(with_template(DROPS_REASONING), STOPS).after(RESULTS[:1]) == ids(
+    assert ToolResultEncoder(with_template(DROPS_REASONING), STOPS).after(RESULTS[:1]) == ids(
         "(tool add: 5)<assistant>"
     )
 
@@ -91,7 +91,7 @@ def test_templates_that_drop_earlier_reasoning_can_be_used():
 )
 def test_templates_that_cannot_be_used(template, words):
     with pytest.raises(ValueError, match=f"(?s){words}"):
-        ToolTurns(with_template(template), STOPS)
+        ToolResultEncoder(with_template(template), STOPS)
 
 
 WRITTEN = '{"name": "add", "arguments": {"a": 7}}'

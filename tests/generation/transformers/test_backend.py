@@ -13,8 +13,8 @@ from trl.generation.base import Sampling
 from trl.generation.transformers.backend import (
     TransformersBackend,
     cache_bytes_per_token,
-    cut_rows,
     merge_options,
+    split_into_batches,
 )
 from trl.ops.matmul_precision import matmul_precision_kept
 from trl.types import Prompts, prefixes_of
@@ -100,7 +100,7 @@ def most_bytes(count, rows=None):
     """Held at once beyond the model while rows of one prompt are completed."""
     model, prompt = tiny_model().eval(), [20 + i % 40 for i in range(100)]
     engine = TransformersBackend(
-        lambda: nullcontext(model), pad_id=0, device=torch.device("cpu"), rows=rows
+        lambda: nullcontext(model), pad_id=0, device=torch.device("cpu"), max_rows=rows
     )
     prompts = Prompts(messages=["x"] * count, token_ids=[prompt] * count)
     options = sampling(max_tokens=40, stop_ids=(), seeds=tuple(range(count)))
@@ -119,13 +119,13 @@ def test_a_large_group_decodes_in_the_memory_of_a_small_one():
 
 def test_matches_sampling_one_token_at_a_time():
     """The definition: full forward for each token, its own random numbers, no cache."""
-    from trl.generation.transformers.sampler import uniforms
+    from trl.generation.transformers.sampler import uniform_draws
 
     model = tiny_model().eval()
     options = sampling(temperature=0.7)
     found = backend(model).generate(PROMPTS, options, 2).completion_ids
     for row, prompt in enumerate(PROMPTS.token_ids):
-        ids, draws = list(prompt), uniforms([row + 1], 12)[0]
+        ids, draws = list(prompt), uniform_draws([row + 1], 12)[0]
         for draw in draws:
             logits = model(torch.tensor([ids])).logits[0, -1].double() / 0.7
             token = int((logits.softmax(0).cumsum(0) <= draw).sum())
@@ -138,14 +138,16 @@ def test_matches_sampling_one_token_at_a_time():
 def test_every_stop_id_ends_a_completion():
     model = tiny_model()
     free = backend(model).generate(PROMPTS, sampling(stop_ids=()), 2)
-    assert free.finish == ["length"] * 4 and {len(ids) for ids in free.completion_ids} == {12}
+    assert free.finish_reasons == ["length"] * 4 and {len(ids) for ids in free.completion_ids} == {
+        12
+    }
     stops = (free.completion_ids[0][3], free.completion_ids[1][5])
     found = backend(model).generate(PROMPTS, sampling(stop_ids=stops), 2)
     for row, ids in enumerate(found.completion_ids):
         whole = free.completion_ids[row]
         ends = [place for place, token in enumerate(whole) if token in stops]
         assert ids == (whole[: ends[0] + 1] if ends else whole)
-        assert found.finish[row] == ("stop" if ends else "length")
+        assert found.finish_reasons[row] == ("stop" if ends else "length")
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -162,7 +164,7 @@ def test_the_model_does_not_choose_what_ends_a_completion(shared):
     model.generation_config.eos_token_id = wanted.completion_ids[0][2]
     found = engine.generate(PROMPTS, sampling(stop_ids=()), 2)
     assert found.completion_ids == wanted.completion_ids
-    assert found.finish == ["length"] * 4
+    assert found.finish_reasons == ["length"] * 4
 
 
 def test_pad_equal_to_eos_changes_nothing():
@@ -199,7 +201,9 @@ def test_end_tokens_by_generation_kwargs(eos):
     assert (set(merged.stop_ids), merged.extra) == (ends, {})
     found = backend(tiny_model()).generate(PROMPTS, merged, 2)
     stopped = [
-        ids for ids, why in zip(found.completion_ids, found.finish, strict=True) if why == "stop"
+        ids
+        for ids, why in zip(found.completion_ids, found.finish_reasons, strict=True)
+        if why == "stop"
     ]
     assert stopped and all(ids[-1] in ends for ids in stopped)
     assert not any(ends & set(ids[:-1]) for ids in found.completion_ids)
@@ -253,12 +257,12 @@ def test_stop_strings_end_completions_where_they_are_complete(text):
         tokenizer=tokenizer,
     )
     found = engine.generate(PROMPTS, free.replace(extra=extra), 2)
-    for ids, finish, every in zip(found.completion_ids, found.finish, whole, strict=True):
+    for ids, finish, every in zip(found.completion_ids, found.finish_reasons, whole, strict=True):
         written = [tokenizer.decode(every[: n + 1]) for n in range(48)]
         ends = [n + 1 for n, seen in enumerate(written) if any(end in seen for end in texts)]
         assert len(ids) == min(ends, default=48) and ids == every[: len(ids)]
         assert finish == ("stop" if ends else "length")
-    assert found.finish[0] == "stop"
+    assert found.finish_reasons[0] == "stop"
 
 
 # --- Rows at once ---
@@ -271,7 +275,7 @@ A, B, C = [1] * 4, [2] * 4, [3] * 9
 
 def cut(prompts, shared=True, rows=None, tokens=None):
     bounds = [math.inf if bound is None else bound for bound in (rows, tokens)]
-    return [(r.start, r.stop) for r in cut_rows(prefixes_of(prompts), 6, shared, *bounds)]
+    return [(r.start, r.stop) for r in split_into_batches(prefixes_of(prompts), 6, shared, *bounds)]
 
 
 @pytest.mark.parametrize("changes", [{}, {"num_key_value_heads": 4, "num_hidden_layers": 3}])

@@ -40,7 +40,10 @@ def test_completions_are_those_of_the_default_backend(changes, options):
         lambda: nullcontext(model), pad_id=0, device=torch.device("cpu")
     ).generate(PROMPTS, drawn, 2)
     found = continuous(model, **options).generate(PROMPTS, drawn, 2)
-    assert found.completion_ids == usual.completion_ids and found.finish == usual.finish
+    assert (
+        found.completion_ids == usual.completion_ids
+        and found.finish_reasons == usual.finish_reasons
+    )
 
 
 def test_the_model_and_the_random_numbers_stay_as_they_are():

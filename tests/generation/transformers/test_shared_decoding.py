@@ -18,8 +18,8 @@ from transformers import (
 from trl.generation.base import Sampling
 from trl.generation.transformers import shared_decoding
 from trl.generation.transformers.backend import TransformersBackend
-from trl.generation.transformers.sampler import NonFiniteLogitsError, RowDraws
-from trl.generation.transformers.shared_decoding import GrowingCache, SharedDecoder
+from trl.generation.transformers.sampler import NonFiniteLogitsError, RowSampler
+from trl.generation.transformers.shared_decoding import GrowingCache, SharedPrefixDecoder
 from trl.models.lm_head import HeadFinder, cast_head_to_float32
 from trl.models.packed_attention import KEYWORD, Decoding, install
 from trl.types import Prefix, Prompts, prefixes_of
@@ -58,7 +58,7 @@ def by_transformers(model, options, greedy=False):
     found = []
     for prompt, seed in zip(ROWS, SEEDS, strict=True):
         options = options.replace(seeds=(seed,))
-        sampler = RowDraws(options, torch.device("cpu"), len(prompt))
+        sampler = RowSampler(options, torch.device("cpu"), len(prompt))
         output = model.generate(
             torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
@@ -97,7 +97,7 @@ def test_tokens_are_those_of_generate(kind, changes):
     expected = by_transformers(model, options)
     found = complete(model, options)
     assert found.completion_ids == expected
-    assert [reason == "stop" for reason in found.finish] == [
+    assert [reason == "stop" for reason in found.finish_reasons] == [
         ids[-1] in options.stop_ids for ids in expected
     ]
     rows = zip(ROWS, expected, found.sampling_logps, strict=True)
@@ -108,7 +108,7 @@ def test_tokens_are_those_of_generate(kind, changes):
         assert (torch.tensor(logps).double() - wanted).abs().max() < 1e-6
     if not changes:
         assert len({len(ids) for ids in expected}) > 2, "rows end at different times"
-        assert "length" in found.finish and "stop" in found.finish
+        assert "length" in found.finish_reasons and "stop" in found.finish_reasons
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.3])
@@ -139,13 +139,13 @@ def test_padded_rows_give_the_same_tokens(changes):
 
 
 PIECES = [
-    {"rows": 1},
-    {"rows": 2},
-    {"rows": 4},
-    {"cache_bytes": 20_000},
-    {"chunk": 95},
-    {"chunk": 200},
-    {"chunk": 0},
+    {"max_rows": 1},
+    {"max_rows": 2},
+    {"max_rows": 4},
+    {"max_cache_bytes": 20_000},
+    {"logits_chunk_size": 95},
+    {"logits_chunk_size": 200},
+    {"logits_chunk_size": 0},
 ]
 
 
@@ -153,7 +153,7 @@ PIECES = [
 def test_pieces_change_nothing(how):
     model, options = model_of(), sampling(repetition_penalty=1.2)
     whole, cut = complete(model, options), complete(model, options, **how)
-    assert cut.completion_ids == whole.completion_ids and cut.finish == whole.finish
+    assert cut.completion_ids == whole.completion_ids and cut.finish_reasons == whole.finish_reasons
     for ours, theirs in zip(cut.sampling_logps, whole.sampling_logps, strict=True):
         assert ours == pytest.approx(theirs, abs=1e-9)
 
@@ -168,7 +168,7 @@ def test_a_model_without_a_distribution_is_an_error(shared, bad):
     with pytest.raises(NonFiniteLogitsError, match="logits of row 3, 4, 8 are NaN"):
         complete(model, sampling(), shared_prefix=shared)
     with pytest.raises(NonFiniteLogitsError, match="logits of row 4 are NaN"):
-        complete(model, sampling(), shared_prefix=shared, rows=2, attempt=from_4)
+        complete(model, sampling(), shared_prefix=shared, max_rows=2, oom_retry=from_4)
 
 
 def from_4(count, complete):
@@ -197,7 +197,7 @@ class Work:
 def decoder(model, options, greedy=False, chunk=None):
     install(model)
     options = options.replace(extra={"do_sample": not greedy})
-    return SharedDecoder(model, HeadFinder(1.0, chunk).find(model), options)
+    return SharedPrefixDecoder(model, HeadFinder(1.0, chunk).find(model), options)
 
 
 def test_each_prompt_is_computed_once():
@@ -309,7 +309,7 @@ def test_a_growing_cache_holds_what_was_appended():
             assert cache.get_seq_length(layer) == expected[layer][0].shape[2]
         if step in (1, 4, 6):
             kept = torch.tensor([i for i in range(rows) if i != step % rows])
-            cache.keep(kept)
+            cache.select_rows(kept)
             expected = {layer: [x[kept] for x in held] for layer, held in expected.items()}
             rows -= 1
     assert len(cache) == 2 and cache.get_seq_length() == 69

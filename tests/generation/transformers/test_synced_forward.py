@@ -64,10 +64,10 @@ def generations(rank, ranks=None):
         lambda: nullcontext(model.eval()),
         pad_id=0,
         device=torch.device("cpu"),
-        rows=2,
+        max_rows=2,
         shared_prefix=rank < 2,
         ranks=ranks or Ranks(),
-        in_step=ranks is not None,
+        layers_in_lockstep=ranks is not None,
     )
     ids = [[5 + row] * (3 + 4 * rank) for row in range(1 + 2 * rank)]
     sampling = Sampling(max_tokens=6, stop_ids=tuple(range(50, 70)), seeds=tuple(range(len(ids))))

@@ -9,19 +9,19 @@ from peft import IA3Config, LoraConfig, get_peft_model
 from tiny import tiny_model
 
 from trl.generation.vllm.adapter_engine import (
-    Factors,
+    LoraFactors,
     adapter_arguments,
-    adapter_problem,
-    base_stamp,
-    low_rank_factors,
-    why_not_low_rank,
+    adapter_mismatch,
+    base_weights_version,
+    lora_factors,
+    why_not_plain_lora,
 )
 from trl.models.value_model import add_value_model
 from trl.models.weights import full_weights
 
 SENT = [
-    Factors("a.q", torch.ones(2, 3), torch.full((4, 2), 2.0)),
-    Factors("b.q", torch.ones(1, 3), torch.full((4, 1), 3.0)),
+    LoraFactors("a.q", torch.ones(2, 3), torch.full((4, 2), 2.0)),
+    LoraFactors("b.q", torch.ones(1, 3), torch.full((4, 1), 3.0)),
 ]
 
 Q = {"target_modules": ["q_proj"]}
@@ -38,7 +38,7 @@ def held():
 
 
 def test_what_was_sent_is_held():
-    assert adapter_problem(held(), SENT) is None
+    assert adapter_mismatch(held(), SENT) is None
 
 
 @pytest.mark.parametrize("name", ["a.q", "b.q", "a.k"])
@@ -47,13 +47,14 @@ def test_what_was_sent_is_held():
 def test_one_wrong_number_is_found(name, factor, place):
     slots = held()
     slots[name][factor][place] += 1e-6
-    assert adapter_problem(slots, SENT) == f"the adapter in {name} was not what was sent"
+    assert adapter_mismatch(slots, SENT) == f"the adapter in {name} was not what was sent"
 
 
 def test_the_first_of_several_is_named():
     slots = {name: (a * 2, b) for name, (a, b) in held().items()}
     assert (
-        adapter_problem(slots, SENT) == "the adapter in a.q and 1 more layers was not what was sent"
+        adapter_mismatch(slots, SENT)
+        == "the adapter in a.q and 1 more layers was not what was sent"
     )
 
 
@@ -133,12 +134,12 @@ def adapted(**options):
 )
 def test_factors_on_base_weights_are_the_merged_weights(options):
     model = adapted(**options)
-    assert why_not_low_rank(model) is None
+    assert why_not_plain_lora(model) is None
     found = {name: weight.clone() for name, weight in full_weights(model, with_adapter=False)}
     plain = tiny_model().state_dict()
     assert found.keys() == plain.keys()
     assert all(torch.equal(found[name], value) for name, value in plain.items())
-    pairs = list(low_rank_factors(model))
+    pairs = list(lora_factors(model))
     assert len(pairs) == 4
     for pair in pairs:
         found[f"{pair.layer}.weight"] += pair.second @ pair.first
@@ -159,26 +160,26 @@ def test_reading_base_weights_leaves_the_adapter_on():
 def test_the_stamp_of_the_base_changes_with_base_weights_alone():
     model = adapted()
     model.add_adapter("ref", LoraConfig(target_modules=LAYERS))
-    before = base_stamp(model)
+    before = base_weights_version(model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_" in name:
                 parameter.add_(1)
-        assert base_stamp(model) == before
+        assert base_weights_version(model) == before
         model.get_input_embeddings().weight.add_(1)
-        assert base_stamp(model) > before
-        between = base_stamp(model)
+        assert base_weights_version(model) > before
+        between = base_weights_version(model)
         model.base_model.model.model.layers[0].mlp.down_proj.base_layer.weight.add_(1)
-        assert base_stamp(model) > between
+        assert base_weights_version(model) > between
 
 
 def test_steps_of_a_value_model_send_no_base_weights():
     model = adapted()
     add_value_model(model, None, torch.device("cpu"))
-    before = base_stamp(model)
+    before = base_weights_version(model)
     values = [p for name, p in model.named_parameters() if "value_model" in name]
     optimizer = torch.optim.SGD(values, lr=0.1)
     for parameter in values:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    assert len(values) == 2 and values[0].any() and base_stamp(model) == before
+    assert len(values) == 2 and values[0].any() and base_weights_version(model) == before

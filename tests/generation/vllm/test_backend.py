@@ -8,7 +8,7 @@ from torch import nn
 from trl.generation.base import Generations, Sampling
 from trl.generation.vllm.backend import BOUNDS, VLLMBackend, VLLMColocateBackend
 from trl.generation.vllm.sampling import Request
-from trl.generation.vllm.weight_proof import WeightSyncError
+from trl.generation.vllm.weight_verifier import WeightSyncError
 from trl.types import Prompts, prefixes_of
 
 POLICY = model_policy(nn.Linear(1, 1), logps=lambda prompt, ids: [-1.0] * len(ids))
@@ -30,14 +30,16 @@ class Table(VLLMBackend):
         self.calls.append("send")
         return self.problem
 
-    def _shares(self, value):
+    def _gather_to_engine(self, value):
         return [*self.others, value, *self.others], len(self.others)
 
     def _run(self, requests, sampling):
         self.calls.append((requests, sampling))
         ids = [[request.token_ids[0], row] for request in requests for row in range(request.count)]
         logps = [[-1.0] * 2 for _ in ids[:-1]] + [[self.gap - 1.0] * 2]
-        return Generations(completion_ids=ids, finish=["length"] * len(ids), sampling_logps=logps)
+        return Generations(
+            completion_ids=ids, finish_reasons=["length"] * len(ids), sampling_logps=logps
+        )
 
 
 def test_the_order_of_a_round():

@@ -18,7 +18,7 @@ from trl.generation.vllm.factory import (
     check_options,
     engine_arguments,
     engine_memory,
-    rows_of,
+    max_concurrent_rows,
     server_urls,
 )
 from trl.imports import is_available
@@ -86,9 +86,9 @@ def test_values_out_of_range(tmp_path, option, value, legal):
 
 def test_rows_are_those_of_a_round_or_an_evaluation(tmp_path):
     rounds = {"steps_per_generation": 3, "gradient_accumulation_steps": 3}
-    assert rows_of(vllm_config(tmp_path, **rounds)) == 24
-    assert rows_of(vllm_config(tmp_path, per_device_eval_batch_size=64)) == 64
-    assert rows_of(vllm_config(tmp_path, per_device_train_batch_size=4096)) == 1024
+    assert max_concurrent_rows(vllm_config(tmp_path, **rounds)) == 24
+    assert max_concurrent_rows(vllm_config(tmp_path, per_device_eval_batch_size=64)) == 64
+    assert max_concurrent_rows(vllm_config(tmp_path, per_device_train_batch_size=4096)) == 1024
 
 
 def test_the_memory_of_an_engine_that_shares_a_large_device(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from trl.generation.vllm import internals
-from trl.generation.vllm.internals import keep_groups, named_shared_memory
+from trl.generation.vllm.internals import keep_process_groups, renamed_shared_memory
 
 CORE = "v1/engine/core.py"
 CLEAN_UP = "cleanup_dist_env_and_memory"
@@ -32,7 +32,7 @@ def test_an_engine_that_is_collected_leaves_process_groups(monkeypatch):
     core = Core(module, calls)
     client = type("Client", (), {"engine_core": core})()
     client._finalizer = weakref.finalize(client, core.shutdown)
-    keep_groups(client, "a test")
+    keep_process_groups(client, "a test")
     del client
     gc.collect()
     assert calls == ["shut down"]
@@ -46,7 +46,7 @@ def test_what_ranks_share_is_renamed_inside_the_block_alone(monkeypatch):
 
     modules = {COMMUNICATOR: SimpleNamespace(_CPUSHMDistributed=Communicator)}
     monkeypatch.setattr(internals, "require", lambda name, feature: modules[name])
-    with named_shared_memory(lambda name: f"mine: {name}", "a test"):
+    with renamed_shared_memory(lambda name: f"mine: {name}", "a test"):
         assert Communicator.make_group_name("a") == "mine: name of a"
     assert Communicator.make_group_name("a") == "name of a"
 

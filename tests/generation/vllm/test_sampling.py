@@ -4,11 +4,11 @@ import pytest
 
 from trl.generation.base import Sampling
 from trl.generation.vllm.sampling import (
-    SEEDS,
+    SEED_LIMIT,
     Request,
     make_requests,
     merge_options,
-    needs_text,
+    needs_detokenizer,
     parameters,
     read_outputs,
 )
@@ -31,7 +31,7 @@ def test_named_options_win_and_the_rest_stays():
 def test_stop_ids_add_up_and_strings_need_text():
     found = merged(stop_token_ids=[1, 7], stop_strings=["x"])
     assert found.stop_ids == (1, 7) and found.extra == {"stop": ["x"]}
-    assert needs_text(found) and not needs_text(merged())
+    assert needs_detokenizer(found) and not needs_detokenizer(merged())
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_arguments_of_a_request():
     found = parameters(sampling, 4, 2**63 - 1)
     assert (found["n"], found["temperature"], found["top_k"], found["min_p"]) == (4, 0.7, 5, 0.0)
     assert found["stop_token_ids"] == [1, 2] and found["ignore_eos"] and found["logprobs"] == 0
-    assert 0 <= found["seed"] < SEEDS and found["seed"] + 16384 < 2**63
+    assert 0 <= found["seed"] < SEED_LIMIT and found["seed"] + 16384 < 2**63
     assert not found["detokenize"]
     greedy = parameters(merged(do_sample=False, stop=["x"]), 4, 0)
     assert (greedy["n"], greedy["temperature"]) == (1, 0.0)
@@ -79,7 +79,7 @@ def test_answers_are_read_in_the_order_of_rows():
     requests = [Request([9], 2, 0), Request([8], 1, 0)]
     found = read_outputs(requests, answers)
     assert found.completion_ids == [[2, 3], [4], [5]]
-    assert found.finish == ["length", "stop", "stop"]
+    assert found.finish_reasons == ["length", "stop", "stop"]
     assert found.sampling_logps == [[-0.2, -0.3], [-0.4], [-0.5]]
 
 

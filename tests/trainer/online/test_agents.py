@@ -209,7 +209,7 @@ def test_evaluation_calls_tools(tmp_path):
 
 def test_the_policy_itself_generates_with_tools(tmp_path):
     trainer = trainer_of(tmp_path, tools=[add], max_completion_length=6, beta=0.1)
-    assert trainer.backend.context == trainer.model.config.max_position_embeddings
+    assert trainer.backend.context_length == trainer.model.config.max_position_embeddings
     trainer.train()
     assert [len(r["completion"]) for r in records(tmp_path)] == [1] * 8
     assert "kl" in trainer.state.log_history[0]

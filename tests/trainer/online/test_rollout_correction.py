@@ -176,7 +176,7 @@ class OneTurn(ReportingBackend):
             [logp if own else math.nan for logp, own in zip(*row, strict=True)]
             for row in zip(found.sampling_logps, wrote, strict=True)
         ]
-        return dataclasses.replace(found, trainable=wrote, sampling_logps=logps)
+        return dataclasses.replace(found, policy_mask=wrote, sampling_logps=logps)
 
 
 def test_tokens_that_the_policy_did_not_write_do_not_count(tmp_path):

@@ -344,9 +344,9 @@ def test_a_kernel_that_fails_in_half_precision_fails_no_step(tmp_path, monkeypat
 ROWS = Prompts(messages=["a", "a", "b", "b"], token_ids=[[5], [5], [6, 7], [6, 7]])
 GENERATIONS = Generations(
     completion_ids=[[10, 1], [11, 12, 13], [1], [14, 15, 1]],
-    finish=["stop", "length", "stop", "stop"],
+    finish_reasons=["stop", "length", "stop", "stop"],
     sampling_logps=[[-1.0, -2.0], [-3.0] * 3, [-4.0], [-5.0] * 3],
-    trainable=[[True, True], [True] * 3, [True], [False, False, False]],
+    policy_mask=[[True, True], [True] * 3, [True], [False, False, False]],
 )
 
 

@@ -84,7 +84,7 @@ def _read_body(body: str, schemas: Sequence[dict[str, Any]]) -> ToolCall:
     return ToolCall(name, arguments)
 
 
-class CallParser:
+class ToolCallParser:
     """Reads turns of the model.
 
     A tokenizer with a `response_template` is asked to parse; otherwise calls are read in the format
@@ -169,11 +169,11 @@ class ToolRunner:
 
     Plain functions are called one after the other, in a thread of their own so that a call takes
     `timeout` seconds at most; without a limit, in that of the trainer. Coroutine functions run all
-    at once on one event loop. Each has a name of its own, and a schema; see `schema_of`.
+    at once on one event loop. Each has a name of its own, and a schema; see `tool_schema`.
     """
 
     def __init__(self, tools: Sequence[Callable[..., Any]], timeout: float | None):
-        self.schemas = [schema_of(tool) for tool in tools]
+        self.schemas = [tool_schema(tool) for tool in tools]
         names = [schema["function"]["name"] for schema in self.schemas]
         for name in names:
             if names.count(name) > 1:
@@ -206,7 +206,7 @@ class ToolRunner:
         return [results[place] for place in range(len(calls))]
 
 
-def schema_of(tool: Callable[..., Any]) -> dict[str, Any]:
+def tool_schema(tool: Callable[..., Any]) -> dict[str, Any]:
     """The JSON schema of a tool, from its type hints and docstring; errors say what it lacks."""
     if not inspect.isfunction(tool) and not inspect.ismethod(tool):
         raise TypeError(f"tools: {tool!r:.80} is not a function or method.")

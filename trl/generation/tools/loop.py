@@ -7,9 +7,9 @@ from typing import Any
 
 from ...distributed import Ranks
 from ...types import Prompts
-from ..base import AroundEngine, FinishReason, Generations, Sampling, row_seeds
-from .calls import CallParser, Functions, ToolCall, ToolRunner
-from .templates import ToolTurns
+from ..base import BackendWrapper, FinishReason, Generations, Sampling, row_seeds
+from .calls import Functions, ToolCall, ToolCallParser, ToolRunner
+from .templates import ToolResultEncoder
 
 
 @dataclass
@@ -19,39 +19,39 @@ class _Row:
     seed: int
     tools: Functions
     ids: list[int] = field(default_factory=list)
-    trainable: list[bool] = field(default_factory=list)
+    policy_mask: list[bool] = field(default_factory=list)
     logps: list[float] | None = field(default_factory=list)
     turns: list[dict[str, Any]] = field(default_factory=list)
-    finish: FinishReason = "length"
+    finish_reason: FinishReason = "length"
     pending: list[ToolCall] = field(default_factory=list)
     calls: int = 0
     failures: int = 0
 
-    def add(self, ids: Sequence[int], logps: Sequence[float] | None, trainable: bool) -> None:
+    def add(self, ids: Sequence[int], logps: Sequence[float] | None, is_policy: bool) -> None:
         """Append tokens; log-probabilities are known of all, or of none."""
         self.ids += ids
-        self.trainable += [trainable] * len(ids)
+        self.policy_mask += [is_policy] * len(ids)
         if self.logps is not None:
             self.logps = None if logps is None else [*self.logps, *logps]
 
 
 @dataclass(eq=False)
-class ToolLoop(AroundEngine):
+class ToolLoop(BackendWrapper):
     """A backend that lets another one continue after each tool call.
 
     Tokens go from the engine into the next prompt as they are; only the tools' answers are
-    tokenized. The policy did not choose those tokens: `Generations.trainable` is False on them.
+    tokenized. The policy did not choose those tokens: `Generations.policy_mask` is False on them.
 
     In each turn all ranks call the engine once, with the same `max_tokens`, as long as one of them
     has a completion that goes on; a rank without one completes a row that is thrown away.
     """
 
     tools: ToolRunner  # makes the calls
-    parse: CallParser  # finds them
-    template: ToolTurns  # tokens of the answers
+    parse: ToolCallParser  # finds them
+    template: ToolResultEncoder  # tokens of the answers
     ranks: Ranks
     turns: int | None = None  # most whose calls are answered
-    context: int | None = None  # most tokens of prompt and completion together
+    context_length: int | None = None  # most tokens of prompt and completion together
 
     def generate(self, prompts: Prompts, sampling: Sampling, group_size: int) -> Generations:
         """Complete every row, answering its tool calls; see `GenerationBackend`.
@@ -59,7 +59,7 @@ class ToolLoop(AroundEngine):
         `Sampling.max_tokens` bounds the whole completion, answers included. Answers that leave no
         room for another token are taken back, and the completion ends before them.
         """
-        seeds = sampling.seeded(len(prompts)).seeds or ()
+        seeds = sampling.with_seeds(len(prompts)).seeds or ()
         tools = prompts.tools or [self.tools.by_name] * len(prompts)
         given = zip(prompts.token_ids, prompts.messages, seeds, tools, strict=True)
         rows = [_Row(list(ids), *others) for ids, *others in given]
@@ -92,8 +92,8 @@ class ToolLoop(AroundEngine):
 
     def _room(self, row: _Row, sampling: Sampling) -> int:
         most = sampling.max_tokens
-        if self.context is not None:
-            most = min(most, self.context - len(row.prompt))
+        if self.context_length is not None:
+            most = min(most, self.context_length - len(row.prompt))
         return max(0, most - len(row.ids))
 
     def _write(self, row: _Row, found: Generations, place: int, sampling: Sampling) -> None:
@@ -102,9 +102,9 @@ class ToolLoop(AroundEngine):
         logps = None if found.sampling_logps is None else found.sampling_logps[place][:room]
         ids = found.completion_ids[place]
         kept = ids[:room]
-        row.add(kept, logps, trainable=True)
-        row.finish = found.finish[place] if len(kept) == len(ids) else "length"
-        ended = row.finish == "stop"
+        row.add(kept, logps, is_policy=True)
+        row.finish_reason = found.finish_reasons[place] if len(kept) == len(ids) else "length"
+        ended = row.finish_reason == "stop"
         is_marked = ended and kept[-1] in sampling.stop_ids  # others end with a text
         message, calls = self.parse(before, kept[:-1] if is_marked else kept)
         row.turns.append(message)
@@ -124,7 +124,7 @@ class ToolLoop(AroundEngine):
             messages = [{"role": "tool", "name": x.name, "content": x.content} for x in answers]
             ids = self.template.after(messages)
             if len(ids) < self._room(row, sampling):
-                row.add(ids, [0.0] * len(ids), trainable=False)
+                row.add(ids, [0.0] * len(ids), is_policy=False)
                 row.turns += messages
                 going.append(row)
         return going
@@ -134,9 +134,9 @@ def _joined(rows: Sequence[_Row]) -> Generations:
     known = all(row.logps is not None for row in rows)
     return Generations(
         completion_ids=[row.ids for row in rows],
-        finish=[row.finish for row in rows],
+        finish_reasons=[row.finish_reason for row in rows],
         sampling_logps=[row.logps or [] for row in rows] if known else None,
-        trainable=[row.trainable for row in rows],
+        policy_mask=[row.policy_mask for row in rows],
         messages=[row.turns for row in rows],
-        tool_calls=[(row.calls, row.failures) for row in rows],
+        tool_call_counts=[(row.calls, row.failures) for row in rows],
     )

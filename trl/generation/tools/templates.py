@@ -122,7 +122,7 @@ def add_response_schema(processing_class: T) -> T:
     raise ValueError(f"The {UNKNOWN.format(written)}")
 
 
-class ToolTurns:
+class ToolResultEncoder:
     """The tokens that stand between a turn with tool calls and the next turn of the model.
 
     What the model wrote is never rendered again: the tokens are those that the template puts after

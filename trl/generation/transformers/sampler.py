@@ -1,8 +1,7 @@
-"""Drawing tokens with one random stream for each row."""
+"""Sampling of tokens with a random stream per row."""
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +9,7 @@ from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
     MinPLogitsWarper,
+    PreTrainedTokenizerBase,
     RepetitionPenaltyLogitsProcessor,
     StoppingCriteria,
     StopStringCriteria,
@@ -22,19 +22,21 @@ from ..base import Generations, Sampling
 
 
 class NonFiniteLogitsError(RuntimeError):
-    """Tokens of some rows were to be drawn from logits that are NaN or infinite."""
+    """The model's logits are NaN or infinite for some rows, so no token can be sampled."""
 
     def __init__(self, rows: Sequence[int]):
         self.rows = list(rows)
-        named = ", ".join(map(str, self.rows[:8])) + (", ..." if len(self.rows) > 8 else "")
+        row_list = ", ".join(map(str, self.rows[:8]))
+        if len(self.rows) > 8:
+            row_list += ", ..."
         super().__init__(
-            f"Generation: the model's logits of row {named} are NaN or infinite, so no token can "
-            "be drawn. Check the weights, and the precision of the computation."
+            f"Generation: the model's logits of row {row_list} are NaN or infinite, so no token "
+            "can be drawn. Check the weights, and the precision of the computation."
         )
 
 
-def warpers(sampling: Sampling) -> LogitsProcessorList:
-    """The filters of `sampling`, in the order transformers applies them."""
+def logits_warpers(sampling: Sampling) -> LogitsProcessorList:
+    """Return the logits filters of `sampling`, in the order in which transformers applies them."""
     chain = LogitsProcessorList()
     if sampling.temperature != 1.0:
         chain.append(TemperatureLogitsWarper(float(sampling.temperature)))
@@ -47,94 +49,107 @@ def warpers(sampling: Sampling) -> LogitsProcessorList:
     return chain
 
 
-def uniforms(seeds: Sequence[int], count: int) -> Tensor:
-    """Draw `count` numbers in [0, 1) for each row from its own generator: (B, count)."""
-    rows = torch.empty(len(seeds), count, dtype=torch.float64)
+def uniform_draws(seeds: Sequence[int], count: int) -> Tensor:
+    """Draw `count` numbers in [0, 1) for each seed, from a generator of its own: (B, count)."""
+    draws = torch.empty(len(seeds), count, dtype=torch.float64)
     for row, seed in enumerate(seeds):
-        rows[row].uniform_(generator=torch.Generator().manual_seed(seed))
-    return rows
+        draws[row].uniform_(generator=torch.Generator().manual_seed(seed))
+    return draws
 
 
-def pick(scores: Tensor, draws: Tensor) -> Tensor:
-    """Draw a token (B,) for each row by draws (B,) in [0, 1) and filtered logits (B, V)."""
+def sample_tokens(scores: Tensor, draws: Tensor) -> Tensor:
+    """Sample a token (B,) from filtered logits (B, V) by inverting the CDF at draws (B,) in [0, 1).
+
+    The result is some legal id where logits are NaN: an error on an accelerator would end the
+    process.
+    """
     cumulative = scores.float().softmax(-1).double().cumsum(-1)
     targets = draws.to(cumulative.device)[:, None] * cumulative[:, -1:]
-    found = torch.searchsorted(cumulative, targets, right=True).squeeze(1)
-    # Some id where logits are NaN, for an error on an accelerator would end the process.
-    return found.clamp(max=scores.shape[-1] - 1)
+    tokens = torch.searchsorted(cumulative, targets, right=True).squeeze(1)
+    return tokens.clamp(max=scores.shape[-1] - 1)
 
 
-class RowDraws(LogitsProcessor):
-    """Chooses the next token of each row with the row's own random numbers.
+class RowSampler(LogitsProcessor):
+    """Samples the next token of each row with the row's own random numbers.
 
-    Makes greedy decoding sample: scores are replaced by a choice already made. A row's tokens
-    depend on its own scores and seed alone, whatever else is in the batch. There is a seed for each
-    of B rows; what draws as row B, such as a request that warms an engine up, is never checked.
+    It makes greedy decoding sample: it samples a token and masks all others. The tokens of a row
+    depend on its own logits and seed alone, whatever else is in the batch. There are B seeds, one
+    per row; what is sampled as row B, such as a request that warms the engine up, is not checked.
     """
 
     def __init__(self, sampling: Sampling, device: torch.device, prompt_width: int = 0):
         self._prompt_width = prompt_width
-        self._warpers = warpers(sampling)
-        self._draws = uniforms((*(sampling.seeds or ()), 0), sampling.max_tokens).to(device)
-        # Counted on the device: nothing waits for it before `check`.
+        self._warpers = logits_warpers(sampling)
+        seeds = (*(sampling.seeds or ()), 0)
+        self._draws = uniform_draws(seeds, sampling.max_tokens).to(device)
+        # Tokens of each row with bad logits. Counted on the device, so only `check` waits for it.
         self._bad = torch.zeros(len(self._draws), dtype=torch.int32, device=device)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         rows = torch.arange(len(scores), device=scores.device)
-        return self.decide(scores, rows, input_ids.shape[1] - self._prompt_width)
+        return self.mask_unsampled(scores, rows, input_ids.shape[1] - self._prompt_width)
 
-    def decide(self, scores: Tensor, rows: Tensor, places: Tensor | int) -> Tensor:
-        """Return scores (b, V) that are 0 at the tokens drawn, and -inf elsewhere.
+    def mask_unsampled(self, scores: Tensor, rows: Tensor, positions: Tensor | int) -> Tensor:
+        """Sample a token from each row of logits (b, V); return scores: 0 for it, -inf for others.
 
-        `rows` (b,) says whose logits they are, `places` which token of a completion is drawn.
+        `rows` (b,) are the row indices of the logits, and `positions` (b,) or a number the index of
+        the sampled token in its completion.
         """
         self._bad.index_add_(0, rows, (~scores.amax(-1).isfinite()).int())  # NaN, inf, or all -inf
-        # None of the filters reads the ids of the rows.
-        chosen = pick(self._warpers(None, scores), self._draws[rows, places])
-        return torch.full_like(scores, -torch.inf).scatter_(1, chosen[:, None], 0.0)
+        filtered = self._warpers(None, scores)  # none of the filters reads input ids
+        tokens = sample_tokens(filtered, self._draws[rows, positions])
+        return torch.full_like(scores, -torch.inf).scatter_(1, tokens[:, None], 0.0)
 
     def check(self) -> None:
-        """Raise `NonFiniteLogitsError` if a token was to be drawn from logits that are NaN."""
+        """Raise `NonFiniteLogitsError` if logits of a row were NaN or infinite."""
         rows = self._bad[:-1].nonzero().flatten().tolist()
         if rows:
             raise NonFiniteLogitsError(rows)
 
 
 class RepetitionPenalty(RepetitionPenaltyLogitsProcessor):
-    """The penalty of transformers, which before 5.23 takes padding for a token of the row."""
+    """The penalty of transformers, without the padding: before 5.23 transformers penalizes it."""
 
     def __init__(self, penalty: float, padding: Tensor):
         super().__init__(penalty)
-        self._padding = padding[:, None]  # (B, 1) columns of padding in front of each row
+        self._padding = padding[:, None]  # (B, 1) columns of left padding
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         columns = torch.arange(input_ids.shape[1], device=input_ids.device)
-        # However often a row has a token, it counts once: its last one may stand for the padding.
+        # A repeated token is penalized once, so a copy of the row's last token can replace padding.
         seen = torch.where(columns < self._padding, input_ids[:, -1:], input_ids)
         return super().__call__(seen, scores)
 
 
-class StopTexts(StoppingCriteria):
-    """Ends completions after the token that completes one of several texts, and knows where."""
+class StopStrings(StoppingCriteria):
+    """Ends a completion at the token that completes a stop string, and records its length there."""
 
-    def __init__(self, tokenizer: Any, texts: str | Sequence[str], prompt_width: int):
-        self._is_found = StopStringCriteria(tokenizer, texts)
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        strings: str | Sequence[str],
+        prompt_width: int,
+    ):
+        self._contains_string = StopStringCriteria(tokenizer, strings)
         self._prompt_width = prompt_width
-        self._lengths: Tensor | int = 0  # (B,) tokens up to the first text; 0 without
+        self._lengths: Tensor | int = 0  # (B,) tokens up to the first stop string; 0: none yet
 
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        written = input_ids[:, self._prompt_width :]
-        found = self._is_found(written, scores)
-        known = torch.as_tensor(self._lengths, device=found.device)
-        self._lengths = torch.where((known == 0) & found, written.shape[1], known)
-        return found
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: object) -> Tensor:
+        completion_ids = input_ids[:, self._prompt_width :]
+        is_stopped = self._contains_string(completion_ids, scores)
+        lengths = torch.as_tensor(self._lengths, device=is_stopped.device)
+        is_new = (lengths == 0) & is_stopped
+        self._lengths = torch.where(is_new, completion_ids.shape[1], lengths)
+        return is_stopped
 
-    def cut(self, found: Generations) -> Generations:
-        """Cut each completion after the first of the texts in it."""
-        lengths = torch.as_tensor(self._lengths).tolist()
-        rows = list(zip(found.completion_ids, found.finish, lengths, strict=True))
+    def cut(self, generations: Generations) -> Generations:
+        """Truncate each completion after its first stop string."""
+        completion_ids = list(generations.completion_ids)
+        finish_reasons = list(generations.finish_reasons)
+        for row, length in enumerate(torch.as_tensor(self._lengths).tolist()):
+            if 0 < length <= len(completion_ids[row]):
+                completion_ids[row] = completion_ids[row][:length]
+                finish_reasons[row] = "stop"
         return dataclasses.replace(
-            found,
-            completion_ids=[ids[: length or None] for ids, _, length in rows],
-            finish=["stop" if 0 < n <= len(ids) else finish for ids, finish, n in rows],
+            generations, completion_ids=completion_ids, finish_reasons=finish_reasons
         )

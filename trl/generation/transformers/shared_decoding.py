@@ -1,7 +1,8 @@
-"""Decoding in which the rows of a prompt read one copy of its keys and values.
+"""Decoding in which all rows of a prompt read one copy of its keys and values.
 
 Each distinct prompt is computed once, without padding. Then all rows advance together by one token
-per step, each with its own short cache; logits exist for a few rows at a time.
+per step, each with a short key-value cache of its own for its completion. The output head processes
+a few rows at a time, to bound the memory of logits.
 """
 
 import math
@@ -11,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, islice
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,68 +31,78 @@ from ...ops.masking import pad_ragged
 from ...progress import finish
 from ...types import Prefix, Prompts, Rows
 from ..base import Sampling
-from .sampler import NonFiniteLogitsError, pick, uniforms, warpers
+from .sampler import NonFiniteLogitsError, logits_warpers, sample_tokens, uniform_draws
 
-SMALLEST_CAPACITY = 16
-CHECKED_TOKENS = 4  # that rows write when decoding is compared with plain rows
+MIN_CAPACITY = 16  # tokens
+COMPARED_TOKENS = 4  # of each completion, when decoding is compared with plain rows
 
 
 class GrowingCache(Fork, Cache):
-    """Keys and values of each layer in buffers that double, so that appending copies little."""
+    """A key-value cache whose buffers double when they are full, so appending copies little."""
 
     def __init__(
         self,
-        limit: int = sys.maxsize,
-        windows: Mapping[int, Window | None] | None = None,
+        max_length: int = sys.maxsize,
+        windows: Mapping[int, Window | None] | None = None,  # of the layers that have one
         states: States | None = None,  # of recurrent layers, for each row
     ) -> None:
         Cache.__init__(self, layers=[])
         Fork.__init__(self, states)
-        found = (windows or {}).items()
-        rooms = {layer: min(window.size, limit) for layer, window in found if window}
-        self._rooms: dict[int, int] = defaultdict(lambda: limit, rooms)  # that a layer keeps
-        self._buffers: dict[int, list[Tensor]] = {}
-        self._lengths: dict[int, int] = {}
+        # The number of tokens that a layer keeps, which a window bounds.
+        self._max_lengths: dict[int, int] = defaultdict(lambda: max_length)
+        for layer, window in (windows or {}).items():
+            if window is not None:
+                self._max_lengths[layer] = min(window.size, max_length)
+        self._buffers: dict[int, list[Tensor]] = {}  # keys and values (m, K, capacity, D)
+        self._lengths: dict[int, int] = {}  # tokens appended to each layer
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        layer_idx: int,
+        *args: object,
+        **kwargs: object,
     ) -> tuple[Tensor, Tensor]:
-        """Append (m, K, s, D) to a layer and return all it holds."""
+        """Append keys and values (m, K, s, D) to a layer; return all that the layer holds."""
         # Rotary embeddings can leave keys in float32 where attention reads half precision.
         key_states = key_states.to(value_states.dtype)
+        count = key_states.shape[2]
         if layer_idx not in self._buffers:
-            self._buffers[layer_idx] = [x.contiguous() for x in (key_states, value_states)]
-            self._lengths[layer_idx] = key_states.shape[2]
+            self._buffers[layer_idx] = [key_states.contiguous(), value_states.contiguous()]
+            self._lengths[layer_idx] = count
             return self.layer(layer_idx)
-        room, count = self._rooms[layer_idx], key_states.shape[2]
-        # One token at a time takes the place of the oldest: their order does not matter.
-        start = self._lengths[layer_idx] % room
-        for place, new in enumerate((key_states, value_states)):
-            held = self._buffers[layer_idx][place]
-            if start + count > held.shape[2]:
-                capacity = min(room, max(SMALLEST_CAPACITY, 2 * (start + count)))
-                grown = held.new_empty(*held.shape[:2], capacity, held.shape[3])
-                grown[:, :, :start] = held[:, :, :start]
-                held = self._buffers[layer_idx][place] = grown
-            held[:, :, start : start + count] = new
+        # In a full window a new token overwrites the oldest one; their order does not matter.
+        start = self._lengths[layer_idx] % self._max_lengths[layer_idx]
+        self._reserve(layer_idx, used=start, needed=start + count)
+        for buffer, new in zip(self._buffers[layer_idx], (key_states, value_states), strict=True):
+            buffer[:, :, start : start + count] = new
         self._lengths[layer_idx] += count
         return self.layer(layer_idx)
 
-    def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Keys and values (m, K, t, D) of a layer."""
-        key, value = self._buffers[index]
-        held = min(self._lengths[index], self._rooms[index])
-        return key[:, :, :held], value[:, :, :held]
+    def _reserve(self, layer: int, used: int, needed: int) -> None:
+        """Make the buffers of a layer hold `needed` tokens, and copy the first `used` ones."""
+        for index, buffer in enumerate(self._buffers[layer]):
+            if needed > buffer.shape[2]:
+                capacity = min(self._max_lengths[layer], max(MIN_CAPACITY, 2 * needed))
+                larger = buffer.new_empty(*buffer.shape[:2], capacity, buffer.shape[3])
+                larger[:, :, :used] = buffer[:, :, :used]
+                self._buffers[layer][index] = larger
 
-    def keep(self, rows: Tensor) -> None:
-        """Drop all rows but the given ones."""
-        for buffers in self._buffers.values():
-            for place, held in enumerate(buffers):
-                buffers[place] = held[rows]
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """Return the keys and values (m, K, t, D) of a layer."""
+        key, value = self._buffers[index]
+        length = min(self._lengths[index], self._max_lengths[index])
+        return key[:, :, :length], value[:, :, :length]
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Drop all rows but those whose indices are given."""
+        for layer, buffers in self._buffers.items():
+            self._buffers[layer] = [buffer[rows] for buffer in buffers]
         self.states = {name: state[rows] for name, state in self.states.items()}
 
-    def get_seq_length(self, layer_idx: int | None = 0, *args: Any) -> int:
-        """Tokens held."""
+    def get_seq_length(self, layer_idx: int | None = 0, *args: object) -> int:
+        """Return the number of tokens appended to a layer, by default to the first one."""
         first = next(iter(self._lengths.values()), 0)
         return self._lengths.get(layer_idx or 0, first)
 
@@ -102,115 +112,126 @@ class GrowingCache(Fork, Cache):
 
 @dataclass(frozen=True)
 class ComputedPrefix:
-    """What is kept of a prompt that has been computed."""
+    """What decoding needs of a prompt after prefill."""
 
     layers: dict[int, tuple[Tensor, Tensor]]  # keys and values (1, K, P, D)
-    hidden: Tensor  # (H,) at its last token
+    hidden: Tensor  # (H,) of its last token
     states: States  # of recurrent layers
 
 
-class _Rows:
-    """The unfinished rows of a batch, in order, and what all rows wrote.
+class _RowBatch:
+    """The m unfinished rows of a batch, in order, and the completions of all rows.
 
-    The device holds all that a step needs of m unfinished rows, so nothing is copied to it.
+    The tensors that a decoding step needs stay on the device, so a step copies nothing to it.
     """
 
     def __init__(
         self,
         prefixes: Sequence[Prefix],
-        draws: Tensor | None,  # (m, steps) random numbers; None: greedy
-        is_penalized: bool,  # whether tokens seen before become less likely
+        draws: Tensor | None,  # (m, max_tokens) random numbers in [0, 1); None: greedy
+        is_penalized: bool,  # whether there is a repetition penalty
         device: torch.device,  # of the model
     ):
         self.prefixes = prefixes
-        self.numbers = list(range(len(prefixes)))  # of the unfinished rows
-        self.written: list[list[int]] = [[] for _ in prefixes]
+        self.unfinished = list(range(len(prefixes)))  # indices of rows
+        self.completion_ids: list[list[int]] = [[] for _ in prefixes]
         self.logps: list[list[float]] = [[] for _ in prefixes]
         lengths = list(map(len, prefixes))
-        self.lengths = torch.tensor(lengths).to(device, non_blocking=True)  # (m,) of the prompts
+        self.prompt_lengths = torch.tensor(lengths).to(device, non_blocking=True)  # (m,)
         self.draws = None if draws is None else draws.to(device, non_blocking=True)
-        self.seen = None  # (m, w) ids that are penalized; short prompts repeat their first one
+        # (m, w) ids with a repetition penalty. Short prompts are padded with their first id: a
+        # repeated id is penalized once.
+        self.penalized_ids: Tensor | None = None
         if is_penalized:
             width = max(lengths)
-            seen = [[*x.ids, *[x.ids[0]] * (width - len(x))] for x in prefixes]
-            self.seen = torch.tensor(seen).to(device, non_blocking=True)
+            ids = [[*x.ids, *[x.ids[0]] * (width - len(x))] for x in prefixes]
+            self.penalized_ids = torch.tensor(ids).to(device, non_blocking=True)
 
-    def keep(self, places: Tensor) -> None:
-        """Drop from the device all rows but those that `note` said go on."""
-        self.lengths = self.lengths[places]
-        self.draws = None if self.draws is None else self.draws[places]
-        self.seen = None if self.seen is None else self.seen[places]
-
-    def note(
-        self, tokens: Sequence[float], logps: Sequence[float], stops: Sequence[int]
+    def append(
+        self, tokens: Sequence[float], logps: Sequence[float], stop_ids: Sequence[int]
     ) -> list[int]:
-        """Append a token to each unfinished row; returns the places of those that go on."""
-        bad = [row for row, logp in zip(self.numbers, logps, strict=True) if math.isnan(logp)]
-        if bad:
-            raise NonFiniteLogitsError(bad)
-        alive = []
-        steps = zip(self.numbers, map(int, tokens), logps, strict=True)
-        for place, (number, token, logp) in enumerate(steps):
-            self.written[number].append(token)
-            self.logps[number].append(logp)
-            if token not in stops:
-                alive.append(place)
-        finish(len(self.numbers) - len(alive))
-        self.numbers = [self.numbers[place] for place in alive]
-        return alive
+        """Append a token to each unfinished row; return the indices (in m) of rows that go on."""
+        bad_rows = [
+            row for row, logp in zip(self.unfinished, logps, strict=True) if math.isnan(logp)
+        ]
+        if bad_rows:
+            raise NonFiniteLogitsError(bad_rows)
+        remaining = []
+        new_tokens = zip(self.unfinished, map(int, tokens), logps, strict=True)
+        for index, (row, token, logp) in enumerate(new_tokens):
+            self.completion_ids[row].append(token)
+            self.logps[row].append(logp)
+            if token not in stop_ids:
+                remaining.append(index)
+        finish(len(self.unfinished) - len(remaining))
+        self.unfinished = [self.unfinished[index] for index in remaining]
+        return remaining
+
+    def select_rows(self, indices: Tensor) -> None:
+        """Drop from the device all rows but those that `append` returned."""
+        self.prompt_lengths = self.prompt_lengths[indices]
+        self.draws = None if self.draws is None else self.draws[indices]
+        if self.penalized_ids is not None:
+            self.penalized_ids = self.penalized_ids[indices]
 
 
-class SharedDecoder:
-    """Completes rows with a model that understands packed layouts, under autocast if it is on.
+class SharedPrefixDecoder:
+    """Completes rows with a model that supports packed layouts, under the current autocast.
 
-    The model is in evaluation mode, its head at temperature 1; `do_sample=False` is greedy.
+    The model is in evaluation mode; its head computes logits at temperature 1. With
+    `do_sample=False` decoding is greedy.
     """
 
-    def __init__(self, model: Any, head: OutputHead, sampling: Sampling):
+    def __init__(self, model: nn.Module, head: OutputHead, sampling: Sampling):
         causal = causal_model(model)
         self._decoder = causal.base_model
         self._device = next(causal.parameters()).device
         self._head = head
         self._sampling = sampling
-        self._warpers = warpers(sampling)
+        self._warpers = logits_warpers(sampling)
         self._computed: dict[Prefix, ComputedPrefix] = {}
-        self._windows: dict[int, Window | None] = {}  # of the layers
+        self._windows: dict[int, Window | None] = {}  # by layer
         self._autocast = current_autocast(self._device)
 
     @torch.no_grad()
     def __call__(
         self, prefixes: Sequence[Prefix], seeds: Sequence[int]
     ) -> tuple[list[list[int]], list[list[float]]]:
-        """Complete rows, of which those of a prefix stand next to each other.
+        """Complete rows; rows with equal prefixes must be consecutive.
 
-        Prefixes computed by the last call are used again. Returned are token ids of each row, stop
-        token included, and the log-probability of each at the sampling temperature, before filters.
-        `NonFiniteLogitsError` names rows.
+        Prefixes that the previous call computed are reused. Returns the token ids of each
+        completion, stop token included, and the log-probability of each token at the sampling
+        temperature, before filters. Raises `NonFiniteLogitsError`, which names rows.
         """
-        limit = self._sampling.max_tokens
-        draws = uniforms(seeds, limit) if self._sampling.extra.get("do_sample", True) else None
-        rows = _Rows(prefixes, draws, self._sampling.repetition_penalty != 1.0, self._device)
+        sampling = self._sampling
+        draws = None
+        if sampling.extra.get("do_sample", True):
+            draws = uniform_draws(seeds, sampling.max_tokens)
+        rows = _RowBatch(prefixes, draws, sampling.repetition_penalty != 1.0, self._device)
         self._prefill(list(dict.fromkeys(prefixes)))
         computed = [self._computed[prefix] for prefix in prefixes]
         hidden = torch.stack([prefix.hidden for prefix in computed])
-        names = computed[0].states
-        states = {name: torch.cat([x.states[name] for x in computed]) for name in names}
-        cache = GrowingCache(limit, self._windows, states)
-        for step in range(limit):
-            tokens = self._advance(rows, *self._choose(hidden, rows, step), cache)
-            if not rows.numbers or step + 1 == limit:
+        states = {
+            name: torch.cat([prefix.states[name] for prefix in computed])
+            for name in computed[0].states
+        }
+        cache = GrowingCache(sampling.max_tokens, self._windows, states)
+        for step in range(sampling.max_tokens):
+            tokens, logps = self._sample(hidden, rows, step)
+            tokens = self._append(rows, tokens, logps, cache)
+            if not rows.unfinished or step + 1 == sampling.max_tokens:
                 break
-            hidden = self._forward(tokens, rows, cache, rows.lengths[:, None] + step)
-        return rows.written, rows.logps
+            hidden = self._forward(tokens, rows, cache, rows.prompt_lengths[:, None] + step)
+        return rows.completion_ids, rows.logps
 
     def _prefill(self, prefixes: Sequence[Prefix]) -> None:
-        """Compute prefixes that the last call did not, a few at a time, and forget all others."""
+        """Compute the prefixes that the previous call did not, a few at a time; drop all others."""
         reused = {prefix: self._computed[prefix] for prefix in prefixes if prefix in self._computed}
         if len(reused) < len(self._computed):
             for computed in reused.values():
-                # Views keep alive all that they were computed with.
+                # Copy: a view would keep the keys and values of dropped prefixes in memory.
                 for layer, (key, value) in computed.layers.items():
-                    computed.layers[layer] = key.clone(), value.clone()
+                    computed.layers[layer] = (key.clone(), value.clone())
         self._computed = reused
         missing = [prefix for prefix in prefixes if prefix not in reused]
         remaining = iter(missing)
@@ -218,111 +239,132 @@ class SharedDecoder:
             self._prefill_packed(list(islice(remaining, count)))
 
     def _prefill_packed(self, prefixes: Sequence[Prefix]) -> None:
-        kept = Layers()
-        packing = Packing.of([(len(prefix), []) for prefix in prefixes], self._device, kept)
+        """Compute prefixes in one packed row."""
+        layers = Layers()
+        packing = Packing.of([(len(prefix), []) for prefix in prefixes], self._device, layers)
         ids = self._tensor([[token for prefix in prefixes for token in prefix.ids]])
         positions = self._tensor([[i for prefix in prefixes for i in range(len(prefix))]])
-        hidden = self._decoder(
-            **packed_inputs(ids, positions, packing), past_key_values=GrowingCache(), use_cache=True
-        )[0][0]
+        inputs = packed_inputs(ids, positions, packing)
+        output = self._decoder(**inputs, past_key_values=GrowingCache(), use_cache=True)
+        hidden = output[0][0]  # (T, H)
         start = 0
         for prefix in prefixes:
-            at = slice(start, start + len(prefix))
-            layers = {layer: self._kept(kept, layer, at) for layer in kept}
-            states = [state for (_, first), state in kept.states.items() if first == start]
+            stop = start + len(prefix)
+            states = [state for (_, begin), state in layers.states.items() if begin == start]
             self._computed[prefix] = ComputedPrefix(
-                layers, hidden[at.stop - 1].clone(), dict(ChainMap(*states))
+                layers={layer: self._visible(layers, layer, start, stop) for layer in layers},
+                hidden=hidden[stop - 1].clone(),
+                states=dict(ChainMap(*states)),
             )
-            start = at.stop
+            start = stop
 
-    def _kept(self, kept: Layers, layer: int, at: slice) -> tuple[Tensor, Tensor]:
-        """Keys and values of a prompt that decoding will look at."""
-        window, (key, value) = kept.windows[layer], kept[layer]
+    def _visible(self, layers: Layers, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of the prompt at `start` to `stop` that new tokens can see."""
+        key, value = layers[layer]
+        window = layers.windows[layer]
         self._windows[layer] = window
-        if window is None or window.is_chunked or at.stop - at.start < window.size:
-            return key[:, :, at], value[:, :, at]
-        # A view would keep alive all that the layer no longer sees.
-        last = slice(at.stop - window.size + 1, at.stop)
-        return key[:, :, last].clone(), value[:, :, last].clone()
+        if window is None or window.is_chunked or stop - start < window.size:
+            return key[:, :, start:stop], value[:, :, start:stop]
+        first = stop - window.size + 1
+        # Copy: a view would keep the tokens outside the window in memory.
+        return key[:, :, first:stop].clone(), value[:, :, first:stop].clone()
 
     def _forward(
-        self, tokens: Tensor, rows: _Rows, cache: GrowingCache, positions: Tensor
+        self, tokens: Tensor, rows: _RowBatch, cache: GrowingCache, positions: Tensor
     ) -> Tensor:
+        """Return the hidden states (m, H) of the tokens (m,) at positions (m, 1)."""
         computed: list[ComputedPrefix] = []
-        places: list[slice] = []
+        groups: list[slice] = []  # the unfinished rows of each prefix
         start = 0
-        for prefix, run in groupby(rows.prefixes[number] for number in rows.numbers):
+        for prefix, group in groupby(rows.prefixes[row] for row in rows.unfinished):
             computed.append(self._computed[prefix])
-            places.append(slice(start, start + len(list(run))))
-            start = places[-1].stop
-        layers = {layer: [x.layers[layer] for x in computed] for layer in computed[0].layers}
-        inputs = packed_inputs(tokens[:, None], positions, Decoding(tuple(places), layers))
+            stop = start + len(list(group))
+            groups.append(slice(start, stop))
+            start = stop
+        layers = {
+            layer: [prefix.layers[layer] for prefix in computed] for layer in computed[0].layers
+        }
+        inputs = packed_inputs(tokens[:, None], positions, Decoding(tuple(groups), layers))
         return self._decoder(**inputs, past_key_values=cache, use_cache=True)[0][:, 0]
 
-    def _choose(self, hidden: Tensor, rows: _Rows, step: int) -> tuple[Tensor, Tensor]:
-        """The next token (m,) of each unfinished row, and its log-probability (m,)."""
-        size = max(1, (self._head.chunk or default_chunk(self._device)) // self._head.vocabulary)
-        chosen, logps = [], []
-        for start in range(0, len(hidden), size):
-            at = slice(start, start + size)
-            logits = self._head.logits(hidden[at], self._autocast)
-            every = (logits / self._sampling.temperature).log_softmax(-1)
+    def _sample(self, hidden: Tensor, rows: _RowBatch, step: int) -> tuple[Tensor, Tensor]:
+        """Return the next token (m,) of each unfinished row and its log-probability (m,)."""
+        chunk_size = self._head.chunk or default_chunk(self._device)
+        rows_per_chunk = max(1, chunk_size // self._head.vocabulary)
+        all_tokens = []
+        all_logps = []
+        for start in range(0, len(hidden), rows_per_chunk):
+            chunk = slice(start, start + rows_per_chunk)
+            logits = self._head.logits(hidden[chunk], self._autocast)
+            logps = (logits / self._sampling.temperature).log_softmax(-1)
             scores = logits
-            if rows.seen is not None:
+            if rows.penalized_ids is not None:
                 penalty = RepetitionPenaltyLogitsProcessor(self._sampling.repetition_penalty)
-                scores = penalty(rows.seen[at], logits)
+                scores = penalty(rows.penalized_ids[chunk], logits)
             if rows.draws is None:
                 tokens = scores.argmax(-1)
             else:
-                # None of the filters reads the ids of the rows.
-                tokens = pick(self._warpers(None, scores), rows.draws[at, step])
-            chosen.append(tokens)
-            logps.append(every.gather(1, tokens[:, None])[:, 0])
-        return torch.cat(chosen), torch.cat(logps)
+                filtered = self._warpers(None, scores)  # none of the filters reads input ids
+                tokens = sample_tokens(filtered, rows.draws[chunk, step])
+            all_tokens.append(tokens)
+            all_logps.append(logps.gather(1, tokens[:, None])[:, 0])
+        return torch.cat(all_tokens), torch.cat(all_logps)
 
-    def _advance(self, rows: _Rows, tokens: Tensor, logps: Tensor, cache: GrowingCache) -> Tensor:
-        """Append a token to each row and drop those that end; returns the tokens of the others."""
-        # The one time in a step that the host waits for the device. Ids are exact in double.
+    def _append(
+        self, rows: _RowBatch, tokens: Tensor, logps: Tensor, cache: GrowingCache
+    ) -> Tensor:
+        """Append a token to each row and drop finished rows; return the tokens of the others."""
+        # The only time in a step that the host waits for the device. Doubles hold ids exactly.
         ids, values = torch.stack([tokens.double(), logps.double()]).tolist()
-        alive = rows.note(ids, values, self._sampling.stop_ids)
-        if rows.seen is not None:
-            rows.seen = torch.cat([rows.seen, tokens[:, None]], 1)
-        if len(alive) == len(tokens):
+        remaining = rows.append(ids, values, self._sampling.stop_ids)
+        if rows.penalized_ids is not None:
+            rows.penalized_ids = torch.cat([rows.penalized_ids, tokens[:, None]], 1)
+        if len(remaining) == len(tokens):
             return tokens
-        places = self._tensor(alive).long()
-        cache.keep(places)
-        rows.keep(places)
-        return tokens[places]
+        indices = self._tensor(remaining).long()
+        cache.select_rows(indices)
+        rows.select_rows(indices)
+        return tokens[indices]
 
-    def _tensor(self, values: Any) -> Tensor:
+    def _tensor(self, values: Sequence[object]) -> Tensor:
         return torch.tensor(values).to(self._device, non_blocking=True)
 
 
 def decoding_comparison(
     model: nn.Module, prompts: Prompts, sampling: Sampling, pad_id: int
 ) -> Comparison:
-    """Compare log-probabilities of what two rows of the longest prompt write with plain rows."""
+    """Compare this decoding with plain rows: two completions of the longest prompt, scored twice.
+
+    If prompts fit into a layer's window and completions will exceed it, the prompt is repeated to
+    exceed it, too.
+    """
     causal = causal_model(model)
     device = next(causal.parameters()).device
-    longest = max(prompts.token_ids, key=len)
-    ends = len(longest) + sampling.max_tokens
+    prompt = max(prompts.token_ids, key=len)
+    max_length = len(prompt) + sampling.max_tokens
     for window in windows(causal):
-        if len(longest) <= window < ends:  # completions will outgrow it, so the check has to
-            longest = (longest * (window // len(longest) + 1))[: window + 1]
-    prefix = Prefix(longest)
-    tokens = min(CHECKED_TOKENS, sampling.max_tokens)
-    few = sampling.replace(max_tokens=tokens, temperature=1.0, extra={})
+        if len(prompt) <= window < max_length:
+            prompt = (prompt * (window // len(prompt) + 1))[: window + 1]
+    prefix = Prefix(prompt)
+    short = sampling.replace(
+        max_tokens=min(COMPARED_TOKENS, sampling.max_tokens), temperature=1.0, extra={}
+    )
 
     def compute(autocast: torch.dtype | None) -> Results:
         head = HeadFinder(1.0).find(causal)
         assert head is not None
         with evaluating(causal), autocast_to(device, autocast):
-            # Different streams, so that the rows part.
-            ids, logps = SharedDecoder(causal, head, few)([prefix] * 2, (0, 1))
-        rows = Rows.of([(longest, written) for written in ids])
+            # Two seeds, so that the completions differ.
+            ids, logps = SharedPrefixDecoder(causal, head, short)([prefix] * 2, (0, 1))
+        rows = Rows.of([(prompt, completion) for completion in ids])
         plain = read_plain_rows(causal, TokenReader(head), rows, pad_id, autocast)
         packed = pad_ragged(logps, 0.0, dtype=plain.dtype).to(plain.device)
         return packed, plain, coarsest(working_precision(causal), autocast)
 
-    what, most = "log-probabilities of decoding", max(ends, len(longest))
-    return Comparison(what, len(longest), most, partial(current_autocast, device), compute)
+    return Comparison(
+        what="log-probabilities of decoding",
+        length=len(prompt),
+        longest=max(max_length, len(prompt)),
+        autocast=partial(current_autocast, device),
+        compute=compute,
+    )

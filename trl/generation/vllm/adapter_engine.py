@@ -28,7 +28,7 @@ SHARED_MEMORY = Path("/dev/shm")  # vLLM takes adapters from folders alone
 
 
 @dataclass(frozen=True)
-class Factors:
+class LoraFactors:
     """The change of one linear layer, whose weight becomes `weight + second @ first`."""
 
     layer: str  # its name in the base model
@@ -36,7 +36,7 @@ class Factors:
     second: Tensor  # (outputs, rank), times the scale of the adapter
 
 
-def why_not_low_rank(model: nn.Module) -> str | None:
+def why_not_plain_lora(model: nn.Module) -> str | None:
     """What makes a policy more than a frozen model with two factors for some of its layers.
 
     In words that follow "it has"; None if nothing does. Asked before it is wrapped for training.
@@ -68,7 +68,7 @@ def why_not_low_rank(model: nn.Module) -> str | None:
 
 
 @torch.no_grad()
-def low_rank_factors(model: nn.Module) -> Iterator[Factors]:
+def lora_factors(model: nn.Module) -> Iterator[LoraFactors]:
     """Yield the factors of each layer, gathered where they are sharded; all ranks take them all."""
     gather = gather_of(model)
     for name, layer in adapted_layers(causal_model(model)):
@@ -76,10 +76,10 @@ def low_rank_factors(model: nn.Module) -> Iterator[Factors]:
         pair = [layer.lora_A[adapter], layer.lora_B[adapter]]
         with nullcontext() if gather is None else gather(pair):
             first, second = (whole(m.weight).float().clone() for m in pair)
-            yield Factors(name, first, second * layer.scaling[adapter])
+            yield LoraFactors(name, first, second * layer.scaling[adapter])
 
 
-def base_stamp(model: nn.Module) -> int:
+def base_weights_version(model: nn.Module) -> int:
     """A number that changes when a weight below the adapter does."""
     named = causal_model(model).named_parameters()
     return sum(version_counter(p) for name, p in named if not (p.requires_grad or "lora_" in name))
@@ -88,7 +88,7 @@ def base_stamp(model: nn.Module) -> int:
 def adapter_arguments(policy: PolicyHandle, dtype: str) -> dict[str, Any]:
     """Arguments of `vllm.LLM` that hold the adapter apart; a ValueError says why it cannot be."""
     words = "vllm_sync_adapter_only=True needs a LoRA adapter on a frozen model, but "
-    reason = why_not_low_rank(policy.model)
+    reason = why_not_plain_lora(policy.model)
     if reason is not None:
         raise ValueError(f"{words}the policy has {reason}: leave the option out.")
     if policy.ranks.fsdp_version == 1:
@@ -98,7 +98,7 @@ def adapter_arguments(policy: PolicyHandle, dtype: str) -> dict[str, Any]:
             "vllm_sync_adapter_only=True: on GPUs vLLM applies adapters in bfloat16 and float16 "
             "only: set bf16=True, or leave the option out."
         )
-    pairs = {pair.layer: len(pair.first) for pair in low_rank_factors(policy.model)}
+    pairs = {pair.layer: len(pair.first) for pair in lora_factors(policy.model)}
     rank = max(pairs.values())
     if rank > RANKS[-1]:
         raise ValueError(
@@ -145,7 +145,7 @@ class AdapterEngine(VLLMEngine):
                 found[f"{parent}.{part}"] = first[0, 0], second[0, 0]
         return found
 
-    def load_adapter(self, factors: Sequence[Factors]) -> None:
+    def load_adapter(self, factors: Sequence[LoraFactors]) -> None:
         """Replace the adapter; layers without factors are left without one."""
         rank = max(len(pair.first) for pair in factors)
         # Each layer brings its own scale in its second factor.
@@ -174,7 +174,7 @@ class AdapterBackend(VLLMColocateBackend):
         super().__init__(engine, policy, weights=weights, **options)
         self._adapted = engine
         self._base: object = None  # stamp of the base weights it holds
-        layers = [pair.layer for pair in low_rank_factors(policy.model)]
+        layers = [pair.layer for pair in lora_factors(policy.model)]
         missing = [layer for layer in layers if layer not in engine.slots()]
         if missing:
             raise ValueError(
@@ -183,23 +183,23 @@ class AdapterBackend(VLLMColocateBackend):
             )
 
     def _send(self, weights: Iterator[tuple[str, Tensor]]) -> str | None:
-        base, problem = base_stamp(self.policy.model), None
+        base, problem = base_weights_version(self.policy.model), None
         if not self._ranks.all(self._base == base):
             self._base = None
             with self._adapted.unwrapped():
                 problem = super()._send(weights)
         # All ranks read the factors, also where there is a problem.
-        factors = list(low_rank_factors(self.policy.model))
+        factors = list(lora_factors(self.policy.model))
         if problem is None:
             self._adapted.load_adapter(factors)
-            self._adapted.forget_prefixes()
-            problem = adapter_problem(self._adapted.slots(), factors)
+            self._adapted.reset_prefix_cache()
+            problem = adapter_mismatch(self._adapted.slots(), factors)
         self._base = None if problem else base
         return problem
 
 
-def adapter_problem(
-    slots: dict[str, tuple[Tensor, Tensor]], factors: Sequence[Factors]
+def adapter_mismatch(
+    slots: dict[str, tuple[Tensor, Tensor]], factors: Sequence[LoraFactors]
 ) -> str | None:
     """What is wrong with the adapter in `AdapterEngine.slots`, in words; None if nothing is."""
     sent, wrong = {pair.layer: pair for pair in factors}, []

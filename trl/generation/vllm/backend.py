@@ -18,7 +18,7 @@ from ...types import Prefix, Prompts
 from ..base import GenerationBackend, Generations, PolicyHandle, Sampling
 from .engine import VLLMEngine
 from .sampling import Request, make_requests, read_outputs
-from .weight_proof import WeightProof, WeightSyncError
+from .weight_verifier import WeightSyncError, WeightVerifier
 
 logger = logging.get_logger(__name__)
 
@@ -66,7 +66,7 @@ class VLLMBackend(GenerationBackend):
                         f"tokens, but the engine sees only {self.context} with the completion: "
                         "raise vllm_max_model_length (of a server: --max_model_len) or shorten it."
                     )
-        seeds = sampling.seeded(len(prompts)).seeds or ()
+        seeds = sampling.with_seeds(len(prompts)).seeds or ()
         with self.awake():
             self._probe(prompts.token_ids[0])
             started = time.perf_counter()
@@ -94,7 +94,7 @@ class VLLMBackend(GenerationBackend):
         """Send weights and drop cached prompts; returns what the proof finds wrong."""
 
     @abstractmethod
-    def _shares(self, value: Any) -> tuple[list[Any], int]:
+    def _gather_to_engine(self, value: Any) -> tuple[list[Any], int]:
         """The values of all ranks that ask an engine together, and this rank's place there."""
 
     @abstractmethod
@@ -111,7 +111,7 @@ class VLLMBackend(GenerationBackend):
         self, prefixes: list[Prefix], seeds: tuple[int, ...], sampling: Sampling
     ) -> Generations:
         """Complete the rows of all ranks that ask together, and take those of this one."""
-        shares, place = self._shares((prefixes, seeds))
+        shares, place = self._gather_to_engine((prefixes, seeds))
         all_prefixes = [prefix for share, _ in shares for prefix in share]
         all_seeds = [seed for _, share in shares for seed in share]
         generations = self._run(make_requests(all_prefixes, all_seeds), sampling)
@@ -119,7 +119,7 @@ class VLLMBackend(GenerationBackend):
         own = slice(start, start + len(prefixes))
         return Generations(
             completion_ids=generations.completion_ids[own],
-            finish=generations.finish[own],
+            finish_reasons=generations.finish_reasons[own],
             sampling_logps=(generations.sampling_logps or [])[own],
         )
 
@@ -145,7 +145,7 @@ class VLLMBackend(GenerationBackend):
             return
         self._is_due = False
         # Ranks that ask an engine together must ask for the same: all take the first one's prompt.
-        prompt = self._shares(prompt[-min(PROBE_PROMPT, self.context - 1) :])[0][0]
+        prompt = self._gather_to_engine(prompt[-min(PROBE_PROMPT, self.context - 1) :])[0][0]
         tokens = min(PROBE_TOKENS, self.context - len(prompt))
         few = Sampling(max_tokens=tokens, temperature=self.temperature)
         found = self._run([Request(prompt, 1, 0)] * self.engines, few)
@@ -181,7 +181,7 @@ class VLLMColocateBackend(VLLMBackend):
         super().__init__(policy, engine.context, **options)
         self._engine = engine
         self._is_alone = tensor_parallel == 1
-        self._proof = WeightProof(engine.model)
+        self._proof = WeightVerifier(engine.model)
         engine.sleep()
 
     def _wake(self, part: str) -> None:
@@ -194,13 +194,13 @@ class VLLMColocateBackend(VLLMBackend):
     def _send(self, weights: Iterator[tuple[str, Tensor]]) -> str | None:
         for name, weight in weights:
             self._proof.load(name, weight.detach().contiguous(), self._engine.load)
-        self._engine.forget_prefixes()
+        self._engine.reset_prefix_cache()
         problem = self._proof.problem()
         if problem is None and self._proof.doubt:
             logger.warning_once(self._proof.doubt)
         return problem
 
-    def _shares(self, value: Any) -> tuple[list[Any], int]:
+    def _gather_to_engine(self, value: Any) -> tuple[list[Any], int]:
         if self._is_alone:
             return [value], 0
         group = require("vllm.distributed.parallel_state", "use_vllm=True").get_tp_group()

@@ -18,7 +18,7 @@ from ...imports import major_minor, require
 from ...ops.matmul_precision import matmul_precision_kept
 from ...random_numbers import preserve_rng_state
 from ..base import Sampling
-from .internals import keep_groups, named_shared_memory, switch_off_repacking
+from .internals import keep_process_groups, renamed_shared_memory, switch_off_repacking
 from .sampling import Request, parameters
 
 logger = logging.get_logger(__name__)
@@ -82,7 +82,7 @@ class VLLMEngine:
         """Write one weight, under the name it has in a checkpoint, in place."""
         self.model.load_weights([(name, weight)])
 
-    def forget_prefixes(self) -> None:
+    def reset_prefix_cache(self) -> None:
         """Drop cached prompts, which were computed with other weights."""
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM kept its prefix cache: requests are still running.")
@@ -161,7 +161,7 @@ def start_engine(
         own = _own_memory() if on_cpu and size > 1 else nullcontext()
         with _uncompiled(on_cpu), without_zero3_init(), own:
             llm = vllm.LLM(folder, **FIXED, **place, **arguments)
-    keep_groups(llm.llm_engine.engine_core, "use_vllm=True")
+    keep_process_groups(llm.llm_engine.engine_core, "use_vllm=True")
     return kind(llm, arguments.get("enable_sleep_mode", False))
 
 
@@ -177,7 +177,7 @@ def _own_memory() -> Iterator[None]:
         return own
 
     try:
-        with named_shared_memory(own_name, "use_vllm=True"):
+        with renamed_shared_memory(own_name, "use_vllm=True"):
             yield
     finally:
         for file in Path("/dev/shm").iterdir():

@@ -21,9 +21,9 @@ from ..base import PolicyHandle, Sampling
 from .adapter_engine import AdapterBackend, AdapterEngine, adapter_arguments
 from .backend import VLLMBackend, VLLMColocateBackend
 from .engine import VLLMEngine, check_platform, start_engine
-from .sampling import needs_text
+from .sampling import needs_detokenizer
 from .server.backend import Server, ServerPool, VLLMServerBackend
-from .server.client import PROTOCOL, ServerFacts, VLLMClient, gpu_id, shape_of
+from .server.client import PROTOCOL, ServerFacts, VLLMClient, gpu_id, model_shape
 
 if TYPE_CHECKING:
     from ...trainer.online.online_config import OnlineConfig
@@ -32,7 +32,7 @@ logger = logging.get_logger(__name__)
 
 MOST_ROWS = 1024  # completions that decode together; vLLM lets the others wait
 # Options of an engine in the training process, and what `trl vllm-serve` calls them.
-ELSEWHERE = {
+SERVER_FLAGS = {
     "vllm_tensor_parallel_size": "--tensor_parallel_size",
     "vllm_gpu_memory_utilization": "--gpu_memory_utilization",
     "vllm_max_model_length": "--max_model_len",
@@ -45,8 +45,8 @@ ELSEWHERE = {
 def check_options(args: "OnlineConfig") -> None:
     """Check what can be known before anything is loaded."""
     if args.vllm_mode == "server":
-        for name in changed_options(args, ELSEWHERE):
-            flag = ELSEWHERE[name]
+        for name in changed_options(args, SERVER_FLAGS):
+            flag = SERVER_FLAGS[name]
             where = f"give {flag} to `trl vllm-serve`" if flag else "leave it out"
             raise ValueError(
                 f"{name}={getattr(args, name)} is for an engine in the training process; with "
@@ -144,7 +144,7 @@ def _connect(handle: PolicyHandle, args: "OnlineConfig", sampling: Sampling) -> 
             wanted = ServerFacts(
                 protocol=PROTOCOL,
                 vllm=require("vllm", "use_vllm=True").__version__,
-                shape=shape_of(causal_model(handle.model).config),
+                shape=model_shape(causal_model(handle.model).config),
                 dtype=str(handle.dtype).removeprefix("torch."),
                 context=args.max_completion_length + 1,
                 logprobs_mode="processed_logprobs",
@@ -182,18 +182,18 @@ def engine_arguments(
     return cache | {
         "dtype": str(dtype).removeprefix("torch."),
         "max_model_len": context,  # most tokens of a prompt with its completion
-        "max_num_seqs": rows_of(args),
-        "max_num_batched_tokens": max(BATCHED_TOKENS, rows_of(args)),
+        "max_num_seqs": max_concurrent_rows(args),
+        "max_num_batched_tokens": max(BATCHED_TOKENS, max_concurrent_rows(args)),
         "gpu_memory_utilization": share,
         "tensor_parallel_size": args.vllm_tensor_parallel_size,
         "enable_sleep_mode": args.vllm_enable_sleep_mode,
-        "skip_tokenizer_init": not needs_text(sampling),
+        "skip_tokenizer_init": not needs_detokenizer(sampling),
         "model_impl": args.vllm_model_impl,
         "trust_remote_code": args.trust_remote_code,
     }
 
 
-def rows_of(args: "OnlineConfig") -> int:
+def max_concurrent_rows(args: "OnlineConfig") -> int:
     """Completions that decode together: those of a round, on all ranks that share an engine."""
     rows = max(args.batch_plan.rows_per_rank, args.eval_rows) * args.vllm_tensor_parallel_size
     return min(MOST_ROWS, rows)
@@ -226,5 +226,5 @@ def engine_memory(
     )
     size = model_size(causal.config, adapter, args.trust_remote_code)
     plan, ranks = Plan(size, run, device_bytes(args.device)), args.vllm_tensor_parallel_size
-    engine = Engine(plan, ranks, context, rows_of(args), args.vllm_enable_sleep_mode)
+    engine = Engine(plan, ranks, context, max_concurrent_rows(args), args.vllm_enable_sleep_mode)
     return engine.memory(run.completion + 1, measured)

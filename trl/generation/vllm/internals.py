@@ -11,7 +11,7 @@ from typing import Any
 from ...imports import require
 
 
-def keep_groups(client: Any, feature: str) -> None:
+def keep_process_groups(client: Any, feature: str) -> None:
     """Let an engine that is collected leave the process groups of training and other engines."""
     finalizer = getattr(client, "_finalizer", None)
     if finalizer is not None:
@@ -30,7 +30,7 @@ def _shut_down(core: Any, feature: str) -> None:
 
 
 @contextmanager
-def named_shared_memory(rename: Callable[[str], str], feature: str) -> Iterator[None]:
+def renamed_shared_memory(rename: Callable[[str], str], feature: str) -> Iterator[None]:
     """Give what ranks on a CPU share in memory other names, inside the block."""
     module = "vllm.distributed.device_communicators.cpu_communicator"
     communicator: Any = require(module, feature)._CPUSHMDistributed

@@ -6,7 +6,7 @@ from itertools import groupby
 from typing import Any
 
 from ...types import Prefix
-from ..base import NAMED, SEEDS, Generations, Sampling, merge_named
+from ..base import NAMED_OPTIONS, SEED_LIMIT, Generations, Sampling, merge_generation_kwargs
 
 ALIASES = {"max_new_tokens": "max_tokens", "stop_strings": "stop"}
 SET_HERE = "the trainer sets it"
@@ -21,14 +21,16 @@ TEXT = ("stop", "bad_words", "structured_outputs")  # options for which vLLM nee
 
 def merge_options(sampling: Sampling, known: Collection[str]) -> Sampling:
     """Let `Sampling.extra` win over the named options; it keeps what only vLLM knows."""
-    legal = {*known, *NAMED, *ALIASES, "do_sample"}
-    merged = merge_named(sampling, legal, REFUSED_HERE, ALIASES, "a sampling option of vLLM")
+    legal = {*known, *NAMED_OPTIONS, *ALIASES, "do_sample"}
+    merged = merge_generation_kwargs(
+        sampling, legal, REFUSED_HERE, ALIASES, "a sampling option of vLLM"
+    )
     rest = dict(merged.extra)
     stops = (*merged.stop_ids, *(rest.pop("stop_token_ids", None) or ()))
     return merged.replace(extra=rest, stop_ids=tuple(dict.fromkeys(stops)))
 
 
-def needs_text(sampling: Sampling) -> bool:
+def needs_detokenizer(sampling: Sampling) -> bool:
     """Whether the engine must turn tokens into text to follow the options."""
     return any(name in sampling.extra for name in TEXT)
 
@@ -39,7 +41,7 @@ def parameters(sampling: Sampling, count: int, seed: int) -> dict[str, Any]:
     greedy = not rest.pop("do_sample", True)
     return {
         "n": 1 if greedy else count,  # vLLM refuses several that would be the same
-        "seed": seed % SEEDS,
+        "seed": seed % SEED_LIMIT,
         "temperature": 0.0 if greedy else float(sampling.temperature),
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
@@ -49,7 +51,7 @@ def parameters(sampling: Sampling, count: int, seed: int) -> dict[str, Any]:
         "stop_token_ids": list(sampling.stop_ids),
         "ignore_eos": True,  # `stop_token_ids` names every token that ends a completion
         "logprobs": 0,  # of the sampled token
-        "detokenize": needs_text(sampling),
+        "detokenize": needs_detokenizer(sampling),
         "skip_special_tokens": False,
     } | rest
 
@@ -99,7 +101,7 @@ def read_outputs(requests: Sequence[Request], outputs: Sequence[Any]) -> Generat
     return _joined(requests, [[read(row) for row in output.outputs] for output in outputs])
 
 
-def read_answers(requests: Sequence[Request], answers: Sequence[Any]) -> Generations:
+def read_responses(requests: Sequence[Request], answers: Sequence[Any]) -> Generations:
     """The same for a server's answers to `completion_body`."""
 
     def read(row: Any) -> Row:
@@ -120,6 +122,6 @@ def _joined(requests: Sequence[Request], groups: Sequence[list[Row]]) -> Generat
             )
     return Generations(
         completion_ids=[ids for _, ids, _, _ in rows],
-        finish=[reason for _, _, reason, _ in rows],  # type: ignore[misc]
+        finish_reasons=[reason for _, _, reason, _ in rows],  # type: ignore[misc]
         sampling_logps=[logps for _, _, _, logps in rows],
     )

@@ -48,7 +48,7 @@ class Agents:
             from ...generation.environments import Environments
 
             self.environments = Environments(factory, tools or ())
-            self.rewards, tools = self.environments.rewards, self.environments.tools
+            self.rewards, tools = self.environments.reward_functions, self.environments.tools
         if tools:
             from ...generation.tools.calls import ToolRunner
 
@@ -91,15 +91,17 @@ class Agents:
 
             return FunctionBackend(engine, call, policy.ranks, model_bounds(policy.model))
         if self.tools is not None:
-            from ...generation.tools.calls import CallParser
+            from ...generation.tools.calls import ToolCallParser
             from ...generation.tools.loop import ToolLoop
-            from ...generation.tools.templates import ToolTurns
+            from ...generation.tools.templates import ToolResultEncoder
 
             tokenizer: Any = policy.tokenizer
-            bounds = [x for x in (engine.context, context_length(policy.model)) if x is not None]
+            bounds = [
+                x for x in (engine.context_length, context_length(policy.model)) if x is not None
+            ]
             options: Any = self.args.chat_template_kwargs
-            turns = ToolTurns(tokenizer, stop_ids, self.template_kwargs)
-            parser = CallParser(tokenizer, self.tools.schemas, options)
+            turns = ToolResultEncoder(tokenizer, stop_ids, self.template_kwargs)
+            parser = ToolCallParser(tokenizer, self.tools.schemas, options)
             most = self.args.max_tool_calling_iterations, min(bounds, default=None)
             engine = ToolLoop(engine, self.tools, parser, turns, policy.ranks, *most)
         if self.environments is None:

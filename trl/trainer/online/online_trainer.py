@@ -123,10 +123,10 @@ class OnlineTrainer(BaseTrainer):
             self.rewards.dry_run(row, self.state, args.batch_plan.group_size)
 
     def _build_policy(self, model: Any, ref_model: Any) -> None:
-        from ...generation.factory import make_engine, sampling_for  # it knows all engines
+        from ...generation.factory import make_engine, make_sampling  # it knows all engines
 
         args, tokenizer = self.args, self.processing_class
-        self.sampling = sampling_for(args, stop_token_ids(self.model, tokenizer))
+        self.sampling = make_sampling(args, stop_token_ids(self.model, tokenizer))
         if not self.sampling.stop_ids:
             warnings.warn(
                 "Neither the tokenizer nor the generation config of the model has an EOS token: "
@@ -147,7 +147,7 @@ class OnlineTrainer(BaseTrainer):
             dtype=dtype,
             logps=lambda *row: self.scoring.row_logps(*row),
             inference=lambda: policy_for_inference(self.model, self.accelerator, at_once=whole),
-            layers_in_step=not whole,
+            layers_in_lockstep=not whole,
         )
         self._engine_reports: list[tuple[str, float]] = []
         engine = make_engine(
@@ -155,8 +155,8 @@ class OnlineTrainer(BaseTrainer):
             args,
             self.sampling,
             report=lambda name, value: self._engine_reports.append((name, value)),
-            longest=self.encode.longest,
-            attempt=self.phases.adaptive("generation", alone=self.policy.layers_in_step).run,
+            longest_prompts=self.encode.longest,
+            oom_retry=self.phases.adaptive("generation", alone=self.policy.layers_in_lockstep).run,
         )
         given, stops = self.agents.rollout_func, self.sampling.stop_ids
         call = None if given is None else lambda prompts: given(prompts, self)
@@ -244,7 +244,7 @@ class OnlineTrainer(BaseTrainer):
             prompts = self.encode(rows)
         with self.phases.inference("generation", len(rows)):
             generations = self.generate(prompts, mode)
-        prompts, rows = generations.prompts(prompts), generations.rows(rows)
+        prompts, rows = generations.completed_prompts(prompts), generations.with_extra_columns(rows)
         ids = generations.completion_ids
         completions = generations.messages or self.encode.completions(prompts, ids)
         with self.phases.inference("scoring"):

@@ -42,8 +42,8 @@ def assemble(
     ids = generations.completion_ids
     lengths = torch.tensor([len(row) for row in ids])
     mask = length_mask(lengths, int(lengths.max()))
-    if generations.trainable is not None:
-        mask = mask & pad_ragged(generations.trainable, False, width=mask.shape[1]).bool()
+    if generations.policy_mask is not None:
+        mask = mask & pad_ragged(generations.policy_mask, False, width=mask.shape[1]).bool()
     if args.mask_truncated_completions:
         mask = mask & ~generations.truncated()[:, None]
     mask = mask.to(args.device)
@@ -106,7 +106,7 @@ class Scoring:
         bounds = [getattr(self.args, f"vllm_importance_sampling_{name}") for name in names]
         self._bounds = RatioBounds(*bounds)
         self._corrects = self.args.vllm_importance_sampling_correction
-        self._unknown = ", ".join(self.sampling.not_replayed())
+        self._unknown = ", ".join(self.sampling.unreproducible_options())
         if self._unknown and self.args.vllm_max_logp_gap is not None:
             raise ValueError(
                 f"vllm_max_logp_gap={self.args.vllm_max_logp_gap} cannot be used with "

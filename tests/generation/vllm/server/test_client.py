@@ -20,11 +20,11 @@ from trl.generation.vllm.server.client import (
     ServerFacts,
     VLLMClient,
     gpu_id,
-    in_background,
-    in_threads,
+    incompatibilities,
     looks,
-    refusals,
-    shape_of,
+    model_shape,
+    run_in_background,
+    run_in_threads,
 )
 
 FAILED = {"error": {"message": "Worker failed with error 'x'", "code": 500}}
@@ -80,7 +80,7 @@ def test_an_error_has_status_and_words():
 @pytest.mark.parametrize("status", [500, 502, 503])
 def test_a_busy_server_is_asked_again(status):
     with stub_server({"/x": [(status, ""), (status, ""), (200, {"a": 1})]}) as stub:
-        assert VLLMClient(stub.url, 5.0).ask_again("GET", "/x") == {"a": 1}
+        assert VLLMClient(stub.url, 5.0).request_with_retries("GET", "/x") == {"a": 1}
         assert len(stub.seen) == 3
 
 
@@ -89,7 +89,7 @@ def test_asking_again_ends():
         found = VLLMClient(stub.url, 5.0)
         for path, times in (("/x", 5), ("/y", 1)):
             with pytest.raises(ServerError, match="no"):
-                found.ask_again("GET", path)
+                found.request_with_retries("GET", path)
             assert [asked for asked, _ in stub.seen].count(path) == times
 
 
@@ -117,13 +117,13 @@ def test_waiting_for_health_ends(free_port):
 def test_a_cache_that_requests_hold_is_dropped_later():
     kept, dropped = (200, {"success": False}), (200, {"success": True})
     with stub_server({"/reset_prefix_cache": [kept, kept, dropped]}) as stub:
-        VLLMClient(stub.url, 5.0).forget_prefixes()
+        VLLMClient(stub.url, 5.0).reset_prefix_cache()
         assert len(stub.seen) == 3
     gives_up = pytest.raises(ServerError, match="kept its prefix cache for 0.1 s")
     with stub_server({"/reset_prefix_cache": [kept]}) as stub, gives_up:
-        VLLMClient(stub.url, 0.1).forget_prefixes()
+        VLLMClient(stub.url, 0.1).reset_prefix_cache()
     with stub_server({"/reset_prefix_cache": [(200, "")]}) as stub:
-        VLLMClient(stub.url, 1.0).forget_prefixes()
+        VLLMClient(stub.url, 1.0).reset_prefix_cache()
 
 
 def test_what_does_not_prove_the_secret_is_not_believed():
@@ -144,7 +144,7 @@ def test_closing_ends_requests_that_are_under_way():
     closed = threading.Event()
     with stub_server({"/x": [(200, lambda body: closed.wait(60))]}) as stub:
         found = VLLMClient(stub.url, 60.0)
-        call = in_background(lambda: found.ask("GET", "/x", seconds=math.inf))
+        call = run_in_background(lambda: found.ask("GET", "/x", seconds=math.inf))
         while not stub.seen:
             time.sleep(0.005)
         found.close()
@@ -178,7 +178,10 @@ WANTED = ServerFacts(
     ],
 )
 def test_a_server_that_fits(changes):
-    assert list(refusals(dataclasses.replace(WANTED, **({"gpu": "GPU-0"} | changes)), WANTED)) == []
+    assert (
+        list(incompatibilities(dataclasses.replace(WANTED, **({"gpu": "GPU-0"} | changes)), WANTED))
+        == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -196,18 +199,18 @@ def test_a_server_that_fits(changes):
 )
 def test_a_server_that_does_not_fit(changes, words):
     server = dataclasses.replace(WANTED, **({"gpu": "GPU-0"} | changes))
-    (reason,) = refusals(server, WANTED)
+    (reason,) = incompatibilities(server, WANTED)
     assert re.search(words, reason), reason
 
 
 def test_cpus_are_not_told_apart():
     cpu = dataclasses.replace(WANTED, gpu=gpu_id(torch.device("cpu")))
-    assert cpu.gpu is None and list(refusals(cpu, cpu)) == []
+    assert cpu.gpu is None and list(incompatibilities(cpu, cpu)) == []
 
 
 def test_shapes_tell_models_apart():
     shapes = [
-        shape_of(tiny_model(kind, **changes).config)
+        model_shape(tiny_model(kind, **changes).config)
         for kind, changes in (
             ("llama", {}),
             ("qwen3", {}),
@@ -216,7 +219,7 @@ def test_shapes_tell_models_apart():
         )
     ]
     assert all(a != b for place, a in enumerate(shapes) for b in shapes[:place])
-    assert shapes[0] == shape_of(tiny_model(seed=5).config)
+    assert shapes[0] == model_shape(tiny_model(seed=5).config)
 
 
 def test_facts_travel_as_json():
@@ -246,9 +249,9 @@ def test_pauses_are_equal_or_double_up_to_a_bound_and_none_is_longer_than_what_i
 
 
 def test_errors_of_the_background_are_kept():
-    assert in_background(lambda: 3).result(60) == 3
+    assert run_in_background(lambda: 3).result(60) == 3
     with pytest.raises(ZeroDivisionError):
-        in_background(lambda: 1 // 0).result(60)
+        run_in_background(lambda: 1 // 0).result(60)
 
 
 def test_works_wait_for_one_of_few_threads():
@@ -262,10 +265,10 @@ def test_works_wait_for_one_of_few_threads():
         most.append(place)
         return place
 
-    futures = in_threads([partial(work, place) for place in range(30)], 3)
+    futures = run_in_threads([partial(work, place) for place in range(30)], 3)
     assert [future.result(60) for future in futures] == list(range(30))
     assert len(names) == 3 and len(most) == 30
-    assert in_threads([], 3) == []
+    assert run_in_threads([], 3) == []
 
 
 def test_works_behind_one_that_failed_are_not_begun():
@@ -275,7 +278,7 @@ def test_works_behind_one_that_failed_are_not_begun():
         begun.append(place)
         return 1 / (2 - place)
 
-    futures = in_threads([partial(work, place) for place in range(9)], 1)
+    futures = run_in_threads([partial(work, place) for place in range(9)], 1)
     with pytest.raises(ZeroDivisionError):
         futures[2].result(60)
     assert [future.result(60) for future in futures[:2]] == [0.5, 1.0]
@@ -297,7 +300,7 @@ def test_fewer_threads_than_wanted_do_all(monkeypatch, allowed):
     monkeypatch.setattr(threading.Thread, "start", limited)
     if not allowed:
         with pytest.raises(RuntimeError, match="can't start"):
-            in_threads([int] * 9, 5)
+            run_in_threads([int] * 9, 5)
         return
-    assert [future.result(60) for future in in_threads([int] * 9, 5)] == [0] * 9
+    assert [future.result(60) for future in run_in_threads([int] * 9, 5)] == [0] * 9
     assert len(started) == 2

@@ -5,7 +5,14 @@ import json
 
 import pytest
 
-from trl.generation.vllm.server.secret import ANSWER, CHALLENGE, REQUEST, WEIGHTS, Claim, digest
+from trl.generation.vllm.server.secret import (
+    ANSWER,
+    CHALLENGE,
+    REQUEST,
+    WEIGHTS,
+    SignedRequest,
+    digest,
+)
 from trl.imports import is_available
 
 if not is_available("starlette"):
@@ -19,9 +26,9 @@ DESCRIBE = json.dumps({"method": "trl_describe"}).encode()
 
 def test_each_claim_is_spent_once():
     challenges = Challenges()
-    claim = Claim(KEY, challenges.current, "GET", "/x", digest(b""))
+    claim = SignedRequest(KEY, challenges.current, "GET", "/x", digest(b""))
     assert challenges.spend(claim) and not challenges.spend(claim)
-    assert not challenges.spend(Claim(KEY, "another word", "GET", "/x", digest(b"")))
+    assert not challenges.spend(SignedRequest(KEY, "another word", "GET", "/x", digest(b"")))
     assert not Challenges().spend(claim), "of another server, or one that was started again"
 
 
@@ -29,7 +36,7 @@ def test_words_of_a_server_are_replaced():
     challenges = Challenges(seconds=-1.0)
     words = [challenges.current for _ in range(3)]
     assert len(set(words)) == 3 == len(challenges._spent) + 1, "what was spent is not kept forever"
-    made = [Claim(KEY, word, "GET", "/x", digest(b"")) for word in words]
+    made = [SignedRequest(KEY, word, "GET", "/x", digest(b"")) for word in words]
     assert [challenges.spend(claim) for claim in made] == [False, True, True]
 
 
@@ -74,7 +81,7 @@ def run(guard, method, path, claim=None, parts=(b"",), **scope):
 
 def claim_of(guard, method, path, body=b"", secret=KEY):
     challenge = run(guard, "GET", "/")[1][CHALLENGE.lower()]
-    return Claim(secret, challenge, method, path, digest(body))
+    return SignedRequest(secret, challenge, method, path, digest(body))
 
 
 @pytest.mark.parametrize(("method", "path"), sorted(ROUTES - {("POST", WEIGHTS)}))
@@ -118,7 +125,7 @@ def test_weights_are_handed_to_workers(guard):
         lambda guard: claim_of(guard, "GET", "/health", secret=b""),
         lambda guard: claim_of(guard, "POST", "/health"),
         lambda guard: claim_of(guard, "GET", "/healthy"),
-        lambda guard: Claim(KEY, "old", "GET", "/health", digest(b"")),
+        lambda guard: SignedRequest(KEY, "old", "GET", "/health", digest(b"")),
     ],
 )
 def test_others_are_refused_before_the_server_sees_them(guard, claim):

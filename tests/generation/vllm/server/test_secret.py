@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from trl.generation.vllm.server.secret import (
-    Claim,
+    SignedRequest,
     digest,
     proof,
     shared_secret,
@@ -29,29 +29,29 @@ def test_proofs_depend_on_secret_words_and_where_words_end():
 
 
 def test_a_claim_is_of_one_request():
-    claim = Claim(KEY, "now", "POST", "/x?a=1", digest(b"body"))
-    assert Claim.read(claim.header, KEY, "POST", "/x?a=1") == claim
+    claim = SignedRequest(KEY, "now", "POST", "/x?a=1", digest(b"body"))
+    assert SignedRequest.read(claim.header, KEY, "POST", "/x?a=1") == claim
     assert digest(b"body") != digest(b"bodz")
     for secret, method, target in (
         (b"", "POST", "/x?a=1"),
         (KEY, "GET", "/x?a=1"),
         (KEY, "POST", "/x"),
     ):
-        assert Claim.read(claim.header, secret, method, target) is None
+        assert SignedRequest.read(claim.header, secret, method, target) is None
     for header in ("", "a:b", ":::", f"{claim.header}:", "\xe9"):
-        assert Claim.read(header, KEY, "POST", "/x?a=1") is None
+        assert SignedRequest.read(header, KEY, "POST", "/x?a=1") is None
 
 
 @pytest.mark.parametrize("place", range(4))
 @pytest.mark.parametrize("word", ["", "00" * 32, "no digits"])
 def test_no_part_of_a_claim_can_be_changed(place, word):
-    parts = Claim(KEY, "now", "POST", "/x", digest(b"body")).header.split(":")
+    parts = SignedRequest(KEY, "now", "POST", "/x", digest(b"body")).header.split(":")
     parts[place] = word
-    assert Claim.read(":".join(parts), KEY, "POST", "/x") is None
+    assert SignedRequest.read(":".join(parts), KEY, "POST", "/x") is None
 
 
 def test_an_answer_is_to_one_request():
-    claims = [Claim(KEY, "now", "GET", "/x", digest(b"")) for _ in range(2)]
+    claims = [SignedRequest(KEY, "now", "GET", "/x", digest(b"")) for _ in range(2)]
     answer = claims[0].answer(200, b"text")
     assert answer == claims[0].answer(200, b"text")
     stranger = dataclasses.replace(claims[0], secret=b"")

@@ -8,15 +8,15 @@ import torch
 
 from trl.distributed import _is_lost
 from trl.generation.vllm.server import weight_stream
-from trl.generation.vllm.server.client import in_background, looks
+from trl.generation.vllm.server.client import looks, run_in_background
 from trl.generation.vllm.server.weight_stream import (
     Batch,
     TransferError,
     WeightGroup,
     batches,
-    unpacked,
+    unpack_message,
 )
-from trl.generation.vllm.weight_proof import fingerprint
+from trl.generation.vllm.weight_verifier import fingerprint
 
 CPU = torch.device("cpu")
 WEIGHTS = {
@@ -48,7 +48,7 @@ def test_weights_of_any_kind_travel_in_messages(monkeypatch, size):
             yield name, room[: len(flat)].view(weight.dtype).view(weight.shape)
 
     for batch in batches(stream(), CPU):
-        head, body = unpacked(batch.packed("a run"))
+        head, body = unpack_message(batch.packed("a run"))
         assert head["run"] == "a run" and head["size"] == len(body) == len(batch.flat)
         flat = torch.frombuffer(bytearray(body), dtype=torch.uint8) if len(body) else batch.flat
         assert fingerprint(flat).item() == head["fingerprint"]
@@ -106,7 +106,7 @@ def test_members_that_are_told_the_identity_meet_and_hand_on_bytes(pair):
     host, worker = pair
     flat = torch.arange(50, dtype=torch.uint8)
     found = torch.zeros_like(flat)
-    taken = in_background(lambda: worker.broadcast(found))
+    taken = run_in_background(lambda: worker.broadcast(found))
     host.broadcast(flat)
     taken.result(60)
     assert torch.equal(found, flat) and host.identity == worker.identity
@@ -138,12 +138,14 @@ def test_a_member_that_failed_ends_the_wait(pair):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs: NCCL between them")
 def test_weights_go_from_gpu_to_gpu():
     host = WeightGroup(0, 2, torch.device("cuda:0"), 60.0, None)
-    worker = in_background(lambda: WeightGroup(1, 2, torch.device("cuda:1"), 60.0, host.identity))
+    worker = run_in_background(
+        lambda: WeightGroup(1, 2, torch.device("cuda:1"), 60.0, host.identity)
+    )
     host.wait_for_all()
     found = torch.zeros(48, dtype=torch.uint8, device="cuda:1")
-    taken = in_background(lambda: worker.result(60).broadcast(found))
+    taken = run_in_background(lambda: worker.result(60).broadcast(found))
     (batch,) = batches([("plain", WEIGHTS["plain"])], torch.device("cuda:0"))
-    assert not unpacked(batch.packed("a run"))[1]
+    assert not unpack_message(batch.packed("a run"))[1]
     host.broadcast(batch.flat)
     taken.result(60)
     assert torch.equal(found.cpu(), batch.flat.cpu())

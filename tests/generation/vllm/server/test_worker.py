@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from trl.generation.vllm.server.weight_stream import batches, unpacked
+from trl.generation.vllm.server.weight_stream import batches, unpack_message
 from trl.imports import is_available
 
 CPU = torch.device("cpu")
@@ -28,15 +28,15 @@ class Model(nn.Linear):
 
 @pytest.fixture
 def receiver():
-    from trl.generation.vllm.server.worker import Receiver
+    from trl.generation.vllm.server.worker import WeightReceiver
 
-    return Receiver("run", Model())
+    return WeightReceiver("run", Model())
 
 
 def sync(receiver, number, weights):
     """What is wrong after a sync."""
     for batch in batches(weights.items(), torch.device("cpu")):
-        receiver.receive(*unpacked(batch.packed("run")))
+        receiver.receive(*unpack_message(batch.packed("run")))
     problem, doubt = receiver.prove(number)
     assert doubt is None
     return problem
@@ -55,7 +55,7 @@ def test_a_change_on_the_way_is_seen_whatever_the_number_of_threads(receiver):
     message[-1] ^= 1
     try:
         torch.set_num_threads(threads + 1)
-        receiver.receive(*unpacked(bytes(message)))
+        receiver.receive(*unpack_message(bytes(message)))
     finally:
         torch.set_num_threads(threads)
     assert receiver.prove(1)[0] == "other or one of 1 more did not arrive as it was sent"

@@ -16,9 +16,17 @@ from transformers.utils import logging
 from ....suggestions import did_you_mean
 from ...base import Generations, PolicyHandle, Sampling
 from ..backend import VLLMBackend
-from ..sampling import Request, completion_body, read_answers
-from ..weight_proof import WeightSyncError
-from .client import HOW, ServerError, ServerFacts, VLLMClient, in_background, in_threads, refusals
+from ..sampling import Request, completion_body, read_responses
+from ..weight_verifier import WeightSyncError
+from .client import (
+    HOW,
+    ServerError,
+    ServerFacts,
+    VLLMClient,
+    incompatibilities,
+    run_in_background,
+    run_in_threads,
+)
 from .secret import WEIGHTS
 from .weight_stream import TransferError, WeightGroup, batches
 
@@ -47,12 +55,12 @@ class Server(VLLMClient):
 
     def check(self, wanted: ServerFacts, sampling: Sampling) -> None:
         """Refuse a server that a policy cannot be trained with, or that lacks a sampling option."""
-        for reason in refusals(self.facts, wanted):
+        for reason in incompatibilities(self.facts, wanted):
             raise ValueError(f"The vLLM server {self.url} cannot be used. {reason}")
         extra = set(sampling.extra) - {"do_sample"}
         if not extra:
             return  # the schema takes long
-        schema = self.ask_again("GET", "/openapi.json")["components"]["schemas"]
+        schema = self.request_with_retries("GET", "/openapi.json")["components"]["schemas"]
         legal = set(schema["CompletionRequest"]["properties"])
         for name in extra - legal:
             raise ValueError(
@@ -85,7 +93,7 @@ class ServerPool:
         for server in self.servers:
             # A worker that waits in vain is to be free before the next trainer gives it up.
             words = "trl_join", self.run, identity, (rank, size), self.seconds / 2
-            calls.append(in_background(partial(server.call_workers, *words)))
+            calls.append(run_in_background(partial(server.call_workers, *words)))
             rank += server.facts.workers
         with _reasons(calls) as check:
             if self._group is not None:
@@ -106,7 +114,7 @@ class ServerPool:
                 words = "POST", WEIGHTS, batch.packed(self.run)
                 _finish(calls)  # servers take a batch while the next one is made
                 where = f"at {batch.name}, after {sent} weights"
-                calls = [in_background(partial(each.ask, *words)) for each in self.servers]
+                calls = [run_in_background(partial(each.ask, *words)) for each in self.servers]
                 with _reasons(calls) as check:
                     if self._group is not None:
                         self._group.broadcast(batch.flat, check)
@@ -123,14 +131,14 @@ class ServerPool:
     def _prove(self) -> str | None:
         """What is wrong with what a server holds; if nothing is, cached prompts are dropped."""
         words = "trl_prove", self.run, self._syncs
-        calls = [in_background(partial(server.call_workers, *words)) for server in self.servers]
+        calls = [run_in_background(partial(server.call_workers, *words)) for server in self.servers]
         for problem, doubt in [each for workers in _finish(calls) for each in workers]:
             if problem is not None:
                 return problem
             if doubt is not None:
                 logger.warning_once(doubt)
         for server in self.servers:
-            server.forget_prefixes()
+            server.reset_prefix_cache()
         return None
 
     def leave(self) -> None:
@@ -147,11 +155,11 @@ class ServerPool:
 
         def ask(server: Server, request: Request) -> Any:
             body = completion_body(request, sampling, self.context)
-            return server.ask_again("POST", "/v1/completions", body, math.inf)
+            return server.request_with_retries("POST", "/v1/completions", body, math.inf)
 
         pairs = zip(cycle(self.servers), requests, strict=False)
         works = [partial(ask, server, request) for server, request in pairs]
-        calls = in_threads(works, MOST_REQUESTS)
+        calls = run_in_threads(works, MOST_REQUESTS)
         try:
             self._wait_for(calls)
             for server in self.servers:
@@ -164,7 +172,7 @@ class ServerPool:
         except BaseException:
             self.leave()
             raise
-        return read_answers(requests, [call.result() for call in calls])
+        return read_responses(requests, [call.result() for call in calls])
 
     def _wait_for(self, calls: Sequence[Future[Any]]) -> None:
         """Wait for answers as long as the engines of all servers are alive."""
@@ -206,7 +214,7 @@ class VLLMServerBackend(VLLMBackend):
         self._ranks.raise_everywhere(failure, "sending weights to vLLM")
         return self._ranks.gather_objects(problem)[0]
 
-    def _shares(self, value: Any) -> tuple[list[Any], int]:
+    def _gather_to_engine(self, value: Any) -> tuple[list[Any], int]:
         return self._ranks.gather_objects(value), self._ranks.rank
 
     def _run(self, requests: list[Request], sampling: Sampling) -> Generations:

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import torch
 
 from ....imports import major_minor
-from .secret import ANSWER, CHALLENGE, REQUEST, VARIABLE, Claim, digest, shared_secret
+from .secret import ANSWER, CHALLENGE, REQUEST, VARIABLE, SignedRequest, digest, shared_secret
 
 PROTOCOL = 4  # of trainer and workers; changes when they would not understand each other
 SHAPE = (
@@ -41,7 +41,7 @@ class ServerFacts:
     gpu: str | None  # of the worker; None: it is on a CPU
 
 
-def shape_of(config: Any) -> dict[str, Any]:
+def model_shape(config: Any) -> dict[str, Any]:
     """What models must share for one to take the weights of the other."""
     text = config.get_text_config()
     return {name: getattr(text, name, None) for name in SHAPE}
@@ -52,7 +52,7 @@ def gpu_id(device: torch.device) -> str | None:
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
-def refusals(server: ServerFacts, wanted: ServerFacts) -> list[str]:
+def incompatibilities(server: ServerFacts, wanted: ServerFacts) -> list[str]:
     """Why a policy, whose facts are `wanted`, cannot be trained with a server, in sentences."""
     shape = server.shape
     other = next((name for name, x in wanted.shape.items() if shape.get(name) != x), "")
@@ -138,7 +138,7 @@ class VLLMClient:
             raise ServerError(f"The vLLM server {self.url} {said}", status)
         return json.loads(text) if text else None
 
-    def ask_again(
+    def request_with_retries(
         self, method: str, path: str, body: Any = None, seconds: float | None = None
     ) -> Any:
         """The same for a request that may be repeated, as it is while the server is busy."""
@@ -152,7 +152,7 @@ class VLLMClient:
             time.sleep(pause)
         return self.ask(method, path, body, seconds)
 
-    def forget_prefixes(self) -> None:
+    def reset_prefix_cache(self) -> None:
         """Drop cached prompts, which were computed with other weights; see `ask`."""
         for _ in looks(self.seconds, LOOKS):
             if (self.ask("POST", "/reset_prefix_cache") or {}).get("success", True):
@@ -194,7 +194,7 @@ class VLLMClient:
         """Status and text of an answer, by a server that has proven to know the secret."""
         for is_last in (False, True):
             challenge = self._challenge
-            claim = Claim(self._secret, challenge, method, path, digest(content))
+            claim = SignedRequest(self._secret, challenge, method, path, digest(content))
             status, headers, text = self._send(method, path, content, claim.header, seconds)
             given = headers.get(ANSWER, "")
             if hmac.compare_digest(given.encode(), claim.answer(status, text).encode()):
@@ -245,12 +245,12 @@ def looks(seconds: float, pause: float, longest: float | None = None) -> Iterato
         pause = min(2 * pause, longest or pause)
 
 
-def in_background(work: Callable[[], Any]) -> Future[Any]:
+def run_in_background(work: Callable[[], Any]) -> Future[Any]:
     """Do something in a thread that the end of the process does not wait for."""
-    return in_threads([work], 1)[0]
+    return run_in_threads([work], 1)[0]
 
 
-def in_threads(works: Sequence[Callable[[], Any]], most: int) -> list[Future[Any]]:
+def run_in_threads(works: Sequence[Callable[[], Any]], most: int) -> list[Future[Any]]:
     """Do the same with many works, in order, in at most so many threads.
 
     Once one has failed, those that have not begun are left out, and their futures never end. Where

@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 from ....imports import require
-from .secret import ANSWER, CHALLENGE, REQUEST, WEIGHTS, Claim, digest, shared_secret
+from .secret import ANSWER, CHALLENGE, REQUEST, WEIGHTS, SignedRequest, digest, shared_secret
 
 Middleware: Any = require("starlette.middleware.base", "trl vllm-serve").BaseHTTPMiddleware
 Response: Any = require("starlette.responses", "trl vllm-serve").Response
@@ -40,7 +40,7 @@ class Challenges:
             self._spent = dict(list(self._spent.items())[-2:])
         return list(self._spent)[-1]
 
-    def spend(self, claim: Claim) -> bool:
+    def spend(self, claim: SignedRequest) -> bool:
         """Note a claim that is proven; false if it was made before, or with another word."""
         spent = self._spent.get(claim.challenge)
         if spent is None or claim.nonce in spent:
@@ -75,7 +75,7 @@ class Guard(Middleware):
         query = request.url.query
         target = _path(request) + f"?{query}" * bool(query)
         header = request.headers.get(REQUEST, "")
-        claim = Claim.read(header, self._secret, request.method, target)
+        claim = SignedRequest.read(header, self._secret, request.method, target)
         if claim is None or not self._challenges.spend(claim):
             return _error(401, "secret", {CHALLENGE: current})
         if claim.digest != digest(body := await request.body()):

@@ -39,7 +39,7 @@ def digest(body: bytes) -> str:
 
 
 @dataclass(frozen=True)
-class Claim:
+class SignedRequest:
     """A request that proves the secret by its header, and that nobody can alter or repeat."""
 
     secret: bytes = field(repr=False)

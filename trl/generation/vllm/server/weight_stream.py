@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from ..weight_proof import fingerprint
-from .client import in_background, looks
+from ..weight_verifier import fingerprint
+from .client import looks, run_in_background
 
 BATCH_BYTES = 2**26  # of weights that travel together; larger ones travel alone
 SHORTEST_LOOK, LONGEST_LOOK = 5e-5, 5e-3  # seconds between two looks at a transfer
@@ -61,7 +61,7 @@ class Batch:
         return b"".join((len(text).to_bytes(4, "big"), text, body))
 
 
-def unpacked(message: bytes) -> tuple[dict[str, Any], memoryview]:
+def unpack_message(message: bytes) -> tuple[dict[str, Any], memoryview]:
     """What a message of `Batch.packed` says, and the bytes in it."""
     stop = 4 + int.from_bytes(message[:4], "big")
     return json.loads(message[4:stop]), memoryview(message)[stop:]
@@ -107,7 +107,7 @@ class WeightGroup:
         if identity is not None:
             store.set(NCCL_ID, base64.b64decode(identity))
         first = torch.zeros(1, dtype=torch.uint8, device=device)
-        self._begun = in_background(lambda: self._start(first))  # returns once all have come
+        self._begun = run_in_background(lambda: self._start(first))  # returns once all have come
         self._wait(lambda: store.check([NCCL_ID]) or self._begun.done())
         if not store.check([NCCL_ID]):
             self.wait_for_all()  # which says why it failed

@@ -11,12 +11,12 @@ import torch
 
 from ....imports import require
 from ..engine import keep_weights_unpacked
-from ..weight_proof import WeightProof, fingerprint
-from .client import PROTOCOL, ServerFacts, gpu_id, shape_of
-from .weight_stream import Batch, WeightGroup, unpacked
+from ..weight_verifier import WeightVerifier, fingerprint
+from .client import PROTOCOL, ServerFacts, gpu_id, model_shape
+from .weight_stream import Batch, WeightGroup, unpack_message
 
 
-class Receiver:
+class WeightReceiver:
     """Takes the weights of one run into an engine's model: from messages, or over a group."""
 
     def __init__(self, run: str, model: Any, group: WeightGroup | None = None):
@@ -25,7 +25,7 @@ class Receiver:
         self.held: int | None = None
         self._model = model
         self._device = next(model.parameters()).device
-        self._proof = WeightProof(model)
+        self._proof = WeightVerifier(model)
         self._problem: str | None = None
 
     @torch.no_grad()
@@ -64,7 +64,7 @@ class Receiver:
 class WeightWorker:
     """Methods of a worker for a trainer; all names begin with `trl_`, to stay apart."""
 
-    _trl_receiver: Receiver | None = None
+    _trl_receiver: WeightReceiver | None = None
 
     def trl_describe(self) -> dict[str, Any]:
         """What the trainer compares with its policy and options."""
@@ -74,7 +74,7 @@ class WeightWorker:
         facts = ServerFacts(
             protocol=PROTOCOL,
             vllm=require("vllm", "trl vllm-serve").__version__,
-            shape=shape_of(model.hf_config),
+            shape=model_shape(model.hf_config),
             dtype=str(model.dtype).removeprefix("torch."),
             context=model.max_model_len,
             logprobs_mode=str(getattr(model.logprobs_mode, "value", model.logprobs_mode)),
@@ -101,18 +101,18 @@ class WeightWorker:
             first, size = ranks
             group = WeightGroup(first + place, size, worker.device, seconds, identity)
             group.wait_for_all()
-        self._trl_receiver = Receiver(run, worker.get_model(), group)
+        self._trl_receiver = WeightReceiver(run, worker.get_model(), group)
 
     def trl_receive(self, message: bytes) -> None:
         """Take a message with weights; see `Batch.packed`."""
-        head, body = unpacked(message)
+        head, body = unpack_message(message)
         self._trl_receiver_of(head["run"]).receive(head, body)
 
     def trl_prove(self, run: str, sync: int) -> list[str | None]:
-        """Prove that the engine holds all weights that it was sent; see `Receiver.prove`."""
+        """Prove that the engine holds all weights that it was sent; see `WeightReceiver.prove`."""
         return self._trl_receiver_of(run).prove(sync)
 
-    def _trl_receiver_of(self, run: str) -> Receiver:
+    def _trl_receiver_of(self, run: str) -> WeightReceiver:
         if self._trl_receiver is None or self._trl_receiver.run != run:
             raise RuntimeError("Another trainer has connected to this server since.")
         return self._trl_receiver

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from trl.generation.vllm.weight_proof import CHUNK, WeightProof, fingerprint
+from trl.generation.vllm.weight_verifier import CHUNK, WeightVerifier, fingerprint
 
 
 class Fused(nn.Module):
@@ -40,7 +40,7 @@ def sync(proof, sent, load):
 
 def test_what_arrives_is_proven_at_each_sync():
     model = Fused()
-    proof = WeightProof(model)
+    proof = WeightVerifier(model)
     for seed in range(3):
         assert sync(proof, weights(seed), model.load) is None
     assert proof.unproven == []
@@ -52,7 +52,7 @@ def test_a_loader_that_converts_is_named():
     def load(name, weight):
         model.load(name, -weight if name == "first" else weight)
 
-    proof = WeightProof(model)
+    proof = WeightVerifier(model)
     assert sync(proof, weights(), load) is None
     assert proof.unproven == ["first"]
 
@@ -60,7 +60,7 @@ def test_a_loader_that_converts_is_named():
 @pytest.mark.parametrize("name", ["first", "second", "third", "fourth"])
 def test_a_change_after_loading_is_seen(name):
     model = Fused()
-    proof = WeightProof(model)
+    proof = WeightVerifier(model)
     assert sync(proof, weights(), model.load) is None
     for key, weight in weights(1).items():
         proof.load(key, weight, model.load)
@@ -76,12 +76,12 @@ def test_entries_that_were_never_loaded_are_counted():
     sent = weights()
     del sent["second"]
     words = "12 of 24 entries of the engine's pair were not loaded"
-    assert sync(WeightProof(model), sent, model.load) == words
+    assert sync(WeightVerifier(model), sent, model.load) == words
 
 
 def test_a_weight_missing_at_a_later_sync_is_named():
     model = Fused()
-    proof, sent = WeightProof(model), weights()
+    proof, sent = WeightVerifier(model), weights()
     assert sync(proof, sent, model.load) is None
     del sent["third"]
     assert sync(proof, sent, model.load) == "third was not sent, unlike at earlier syncs"
@@ -90,7 +90,7 @@ def test_a_weight_missing_at_a_later_sync_is_named():
 
 def test_many_weights_are_listed_shortly():
     model = Fused()
-    proof = WeightProof(model)
+    proof = WeightVerifier(model)
     assert sync(proof, weights(), model.load) is None
     problem = sync(proof, weights(1), lambda name, weight: None)
     assert problem == "first, second, third and 1 more were not what was sent"

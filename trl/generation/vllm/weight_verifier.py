@@ -52,7 +52,7 @@ def _factors(device: torch.device) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Place:
+class WeightCopy:
     """Where a part of a weight goes."""
 
     source: Source | None  # of the part in the weight; None if it was converted
@@ -74,7 +74,7 @@ class CopyWatch(TorchDispatchMode):
         super().__init__()
         self._storages = storages
         self._weight = weight
-        self.places: list[Place] = []
+        self.places: list[WeightCopy] = []
         self.targets: list[Tensor] = []  # of the places, and what is filled with a number
 
     def __torch_dispatch__(
@@ -85,7 +85,7 @@ class CopyWatch(TorchDispatchMode):
         if writes and args[0].untyped_storage().data_ptr() in self._storages:
             self.targets.append(args[0].detach())
             if func is torch.ops.aten.copy_.default:
-                self.places.append(Place(self._source(args[1]), self.targets[-1]))
+                self.places.append(WeightCopy(self._source(args[1]), self.targets[-1]))
         return func(*args, **(kwargs or {}))
 
     def _source(self, part: Tensor) -> Source | None:
@@ -97,12 +97,12 @@ class CopyWatch(TorchDispatchMode):
         return tuple(part.shape), tuple(part.stride()), offset
 
 
-class WeightProof:
+class WeightVerifier:
     """Loads weights into an engine's model, and proves that all its parameters arrived."""
 
     def __init__(self, model: nn.Module):
         self._model = model
-        self._places: dict[str, list[Place]] = {}
+        self._places: dict[str, list[WeightCopy]] = {}
         # Of each part of a weight its fingerprint; None if the engine converts it.
         self._sent: dict[str, list[Tensor | None]] = {}
         self._covered: dict[int, set[tuple[Any, ...]]] = {}
