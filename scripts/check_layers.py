@@ -33,7 +33,9 @@ ALLOWED = {
     "redaction": set(),
     "sources": set(),
     "rewards": MESSAGES,
-    "data": {"ops", "types"} | MESSAGES,
+    "batch": {"distributed", "ops", "types"},
+    "algorithms": {"batch", "distributed", "online", "ops", "types"},
+    "data": {"batch", "ops", "types"} | MESSAGES,
     "distributed": {"ops", "types", "timed_calls", "torch_internals"} | MESSAGES,
     "models": {
         "data",
@@ -72,6 +74,7 @@ ALLOWED = {
     }
     | MESSAGES,
     "online": {
+        "batch",
         "data",
         "distributed",
         "json_files",
@@ -84,6 +87,8 @@ ALLOWED = {
     }
     | MESSAGES,
     "trainer": {
+        "algorithms",
+        "batch",
         "data",
         "distributed",
         "generation",

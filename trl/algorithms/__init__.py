@@ -1,0 +1,1 @@
+"""Algorithms: what they need, how rewards become credit, and what they minimize."""

@@ -1,0 +1,71 @@
+"""What an algorithm says to the training loop.
+
+An algorithm has no trainer and no model inside, so a test makes one and calls it. Letters in shapes
+are as in `trl.batch`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from torch import Tensor
+
+from ..batch import Batch, Step
+from ..distributed import Ranks
+from ..online.metrics import MetricStore
+from ..ops.logit_statistics import LogitStatistic
+from ..ops.policy_losses import RatioLevel
+
+Scores = TypeVar("Scores")  # what a scorer computes with gradient: `TokenScores`, or a tensor
+
+# By name: the sum () of a term over a batch, and its total () over the optimizer step, by which the
+# loop divides. Terms are added.
+LossTerms = Mapping[str, tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What must be computed for an algorithm besides the log-probabilities that it trains."""
+
+    old_logps: bool = False  # before credit; otherwise the forward that trains computes them
+    ref_logps: bool = False
+    values: bool = False
+    entropies: bool = False  # with gradient, for the loss; otherwise only where they are logged
+    credit_entropies: bool = False  # before credit
+    statistic: LogitStatistic | None = None  # of the logits, for the loss
+    logged_statistic: LogitStatistic | None = None  # where metrics are logged, if no other is read
+    ratio: RatioLevel | None = None  # to the old policy; None: the loss has no ratio
+    token_losses: bool = False  # losses are of tokens, even where a completion has one ratio
+    whole_groups: bool = False  # the loss compares the branches of a group
+    # All of the loss is a multiple of the advantage, so rows without one may be left out.
+    only_advantages: bool = False
+
+
+class Algorithm(Generic[Scores]):
+    """What an algorithm says; subclasses are dataclasses of their options."""
+
+    @property
+    def needs(self) -> Needs:
+        """What must be computed for it; asked for each step, as it may change."""
+        raise NotImplementedError
+
+    def credit(self, step: Step, metrics: MetricStore) -> Step:
+        """Add columns that depend on all rows of a step, or of a rollout batch.
+
+        All ranks call this, once, after the columns without gradient were computed.
+        """
+        return step
+
+    def loss(self, scores: Scores, batch: Batch, metrics: MetricStore) -> LossTerms:
+        """Return the loss terms of a batch, which may be a chunk of a micro-batch."""
+        raise NotImplementedError
+
+    def begin_update(self) -> None:
+        """Forget what the chunks of an update left, since it begins, or begins again."""
+
+    def end_update(self, ranks: Ranks, metrics: MetricStore) -> bool:
+        """Called on all ranks when the gradient of an update is there, before the optimizer steps.
+
+        Returns whether the rest of the rollout batch is dropped, because the policy moved too far.
+        """
+        return False
