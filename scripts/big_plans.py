@@ -14,9 +14,10 @@ from typing import Any
 import step_time
 from step_time import MACHINES, StepTime
 
-from trl.memory.plan import Plan, size
+from trl.memory.plan import Plan
 from trl.memory.settings import RunSettings, Sharding
 from trl.memory.shares import Shares
+from trl.number_format import format_bytes
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "benchmarks" / "big_plans.md"
@@ -32,20 +33,20 @@ FAR = "examples/accelerate_configs/fsdp2_8_machines.yaml"
 # title, options that differ from those of the file
 RUNS: dict[str, list[tuple[str, dict[str, str]]]] = {
     SEVEN: [
-        ("as it is: ZeRO-3, weights gathered once a round", {}),
+        ("as configured: ZeRO-3, weights gathered once per round", {}),
         ("the same, one layer at a time", LAYERS),
         ("ZeRO-2", {"accelerate_config": "zero2"}),
         ("FSDP2", {"accelerate_config": "fsdp2"}),
         ("ZeRO-3, states on the host", {"offload_optimizer_device": "cpu"}),
         ("LoRA, ZeRO-3", {"use_peft": "true"}),
         ("ZeRO-3, vLLM on the same GPUs", VLLM),
-        ("ZeRO-3, vLLM that sleeps", SLEEP),
+        ("ZeRO-3, vLLM with sleep mode", SLEEP),
     ],
     SEVENTY: [
-        ("as it is: ZeRO-3, vLLM that sleeps, over 8 GPUs", {}),
+        ("as configured: ZeRO-3, vLLM with sleep mode, over 8 GPUs", {}),
         ("FSDP2, the same vLLM", {"accelerate_config": FAR}),
-        ("FSDP2, gradients divided each time", {"accelerate_config": FAR} | DIVIDED),
-        ("ZeRO-3, weights gathered once a round", TRANSFORMERS),
+        ("FSDP2, gradients sharded after each micro-batch", {"accelerate_config": FAR} | DIVIDED),
+        ("ZeRO-3, weights gathered once per round", TRANSFORMERS),
         ("ZeRO-3, one layer at a time", LAYERS),
         ("LoRA, ZeRO-3, the same vLLM", {"use_peft": "true"}),
     ],
@@ -60,9 +61,9 @@ ENGINES = {
 }
 INTRODUCTION = """# Plans for 8 and 64 GPUs
 
-Predicted by `trl memory-plan` (bytes) and `scripts/step_time.py` (seconds), written by `make
-big-plans`. Nothing here was measured on GPUs. What was measured is that two CPU processes hold the
-predicted bytes of weights, gradients and states under each engine, within 2 %
+Written by `make big-plans`. Bytes are predicted by `trl memory-plan`, and seconds by
+`scripts/step_time.py`. Nothing here was measured on GPUs. On two CPU processes, the measured bytes
+of weights, gradients and states under each engine are within 2 % of the prediction
 (`tests/distributed/test_held_bytes.py`).
 """
 
@@ -92,7 +93,7 @@ def run_table(config: str) -> str:
 
 
 def _bytes(plan: Plan, phases: list[str]) -> list[str]:
-    totals = [size(plan.estimate.phases[name].total) for name in phases]
+    totals = [format_bytes(plan.estimate.phases[name].total) for name in phases]
     return [*totals, "yes" if plan.fits() else "no"]
 
 
@@ -113,7 +114,7 @@ def engine_table() -> str:
         shares = Shares(model, run)
         parts: list[float] = [shares.weights, shares.gradients, shares.waiting, shares.optimizer]
         parts += [shares.training, shares.whole, shares.layerwise]
-        rows.append([name, *map(size, parts)])
+        rows.append([name, *map(format_bytes, parts)])
     return markdown(rows)
 
 
@@ -141,7 +142,7 @@ def page() -> str:
         run_table(SEVENTY) + "\n",
         full(SEVENTY) + "\n",
         "## What each engine keeps where\n",
-        "The model of 7 billion parameters under `bf16`, AdamW, several micro-batches an update.\n",
+        "The model of 7 billion parameters with `bf16`, AdamW, several micro-batches per update.\n",
         engine_table() + "\n",
     ]
     return "\n".join(parts)

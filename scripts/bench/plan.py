@@ -189,10 +189,11 @@ def phase_ratio(result: dict[str, Any], name: str) -> str:
 PREFACE = """# Memory planned and measured
 
 Made by `make bench-plan`. Each configuration trains a random model on a CPU for two updates. The
-plan is computed from its configuration alone. Measured is the most that torch's allocator held,
-from the start of the process, temporaries inside operations included. MB = 1e6 bytes. P and C are
-the tokens of every prompt and completion, G the completions of a prompt; rows are those of a
-micro-batch. The optimizer is AdamW, fused, where none is named."""
+plan is computed from its configuration alone. The measured value is the largest number of bytes
+that torch's allocator held since the start of the process, including temporaries inside operations.
+MB = 1e6 bytes. P and C are the tokens of each prompt and completion, and G is the number of
+completions per prompt; rows are those of a micro-batch. The optimizer is fused AdamW unless
+another one is named."""
 BY_PHASE = "Predicted over measured bytes of each phase:"
 
 if __name__ == "__main__":

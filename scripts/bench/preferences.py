@@ -1,9 +1,9 @@
 """Peak memory, positions and processor time of an update of DPO, KTO and reward models.
 
 A random Qwen3 (hidden 64, 2 layers, 151,936 entries, tied), float32, SGD, eight pairs or rows in
-one micro-batch with the default pieces, one thread. Megabytes of Hugging Face's releases are those
-that were measured on the same work, with the same kind of meter, on 22 November 2026 (1.16.0 by its
-GPU path, its head kernels imitated); they are not measured again here. Seconds are measured in the
+one micro-batch with chunks of the default size, one thread. Megabytes of Hugging Face's releases
+were measured on the same work, with the same kind of meter, on 22 November 2026 (1.16.0 by its GPU
+path, with its head kernels imitated), and are not measured again here. Seconds are measured in the
 same run.
 """
 
@@ -204,17 +204,18 @@ def write_page() -> None:
     PAGE.write_text(
         "# Memory of DPO, KTO and reward models\n\nMade by `make bench-preferences`, a part of "
         f"`make bench-offline`. {text}\n\n{memory_table()}\n\nPeaks are bytes above the start of "
-        "`train()`, weights of policy and reference not counted; of them the one gradient of the "
-        "vocabulary's matrix is 39 MB, which a reward model makes in its last piece. Positions are "
-        "those that policy and reference compute in an update, padding included. KTO is compared "
-        "with two rows, the fewest that have partners. "
-        "An update of KTO in several pieces must know the KL estimate before the first of them, so "
-        'it computes prompts once more than one whose micro-batch is left whole ("KTO, whole", '
-        "`max_tokens_per_piece=0`): fewer positions, or less memory, which is the default.\n\n"
+        "`train()`, without the weights of policy and reference. They include 39 MB for the "
+        "gradient of the vocabulary's matrix, which a reward model computes in its last chunk. "
+        "Positions are those that policy and reference compute in an update, padding included. KTO "
+        "is compared with two rows, the smallest number in which each row has another answer. An "
+        "update of KTO in several chunks must know the KL estimate before the first of them, so it "
+        'computes prompts once more than with a whole micro-batch ("KTO, whole", '
+        "`max_tokens_per_piece=0`). The default needs less memory; a whole micro-batch computes "
+        "fewer positions.\n\n"
         "Processor seconds of an update of one pair (KTO: two rows), 512 tokens of prompt and 64 "
         "of each answer, or of four texts of lognormal lengths up to 512 (SFT), SmolLM2's width "
         "and 6 of its layers, 16,384 entries; both in turn, "
-        f"{ROUNDS} times, medians and what they lie between:\n\n{time_table()}\n",
+        f"{ROUNDS} times, medians with their range:\n\n{time_table()}\n",
         encoding="utf-8",
     )
 

@@ -69,44 +69,43 @@ INTRODUCTION = f"""# Memory of one update
 
 Made by `make bench-memory` (measures, into `memory.json`) and `make bench-report` (writes this
 page). Results are part of the repository, so in a clean clone `make bench-memory` measures only the
-cells that `memory.json` lacks. `make bench-memory ARGS="--again"` forgets them and measures all
-anew, `ARGS="--again all default"` those of some settings, and `ARGS="--results folder"` measures
-into another file and leaves these as they are.
+cells that `memory.json` lacks. `make bench-memory ARGS="--again"` measures all of them again,
+`ARGS="--again all default"` those of some settings, and `ARGS="--results folder"` measures
+into another file and leaves these results unchanged.
 
-**The work.** One prompt, k completions, the whole group in one micro-batch, two optimizer steps
-of RLOO with a KL penalty (`beta=0.05`). The second step already holds the states of AdamW. The
-model is a random Qwen3: hidden size 8, two layers, four heads of width 128 on two key-value
-heads, vocabulary 151,936, untied head; it is small so that what grows with tokens and vocabulary
-is what is seen. Weights are float32, computation is bfloat16 by autocast, gradient checkpointing
-is on, AdamW is fused, one thread. Prompts and completions have exactly the stated numbers of
-tokens; no completion ends early. Rewards differ within the group, so every completion has an
-advantage.
+**The work.** One prompt, k completions, the whole group in one micro-batch, two optimizer steps of
+RLOO with a KL penalty (`beta=0.05`). In the second step, the states of AdamW already exist. The
+model is a random Qwen3: hidden size 8, two layers, four heads of width 128 on two key-value heads,
+vocabulary 151,936, untied head; it is small, so that the parts that grow with tokens and vocabulary
+dominate. Weights are float32, computation is bfloat16 by autocast, gradient checkpointing is on,
+AdamW is fused, one thread. Prompts and completions have exactly the stated numbers of tokens; no
+completion ends early. Rewards differ within the group, so every completion has an advantage.
 
-**The meter.** Peak means the most bytes that torch's CPU allocator holds above the start of
-`train()`, temporaries inside operations included: a preloaded library counts every block
-(`scripts/bench/cpumem.c`). Weights of policy and reference are loaded before and not counted. MB
-= 1e6 bytes.
+**The meter.** The peak is the largest number of bytes that torch's CPU allocator holds, minus the
+bytes held at the start of `train()`. It includes temporaries inside operations: a preloaded library
+counts every block (`scripts/bench/cpumem.c`). Weights of policy and reference are loaded before
+that and therefore not counted. MB = 1e6 bytes.
 
 **The settings.** Each release runs in its own environment through its public interface.
 
 - *trl 0.20.0* works on token ids and holds logits of prompts and completions. At the full
   vocabulary it needs up to 100 GB, so most of its cells have vocabulary {151_936 // SCALE:,},
-  scaled down by {SCALE}; {SCALE} times as much is an estimate for the full one. Cells measured
-  at both sizes show how close it is.
+  scaled down by {SCALE}; {SCALE} times as much is an estimate for the full vocabulary. Cells
+  measured at both sizes show how close the estimate is.
 - *trl 1.16.0 on a CPU* is what its CPU users have. *Its GPU path* is the same release with the
   two kernels that it runs on a GPU replaced by functions that read a row at a time
   (`scripts/bench/gpu_path.py`). Losses and gradient norms of both agree to four digits. Float32
-  copies of its tiles are not counted, as a GPU may do without them: it is the least that its GPU
-  users hold. Its time means nothing and is left out.
-- *This project* has each saving switched on in turn, each line with those above it: the bounded
-  head (`logits_chunk_size`), the shared prompt (`shared_prefix`), no scoring pass of the policy
-  and none for rows without signal (`reuse_sampling_logps`, `skip_zero_advantages`),
+  copies of its tiles are not counted, because a GPU may not need them: the figure is a lower bound
+  of what its GPU users hold. Its time is not meaningful and is left out.
+- *This project* has its savings switched on one after another, each line with those above it: the
+  bounded head (`logits_chunk_size`), the shared prompt (`shared_prefix`), no scoring pass of the
+  policy and no pass for rows of zero advantage (`reuse_sampling_logps`, `skip_zero_advantages`),
   generation of at most {GENERATION_ROWS} rows at once (`generation_max_rows`), and the smallest
-  pieces: generation of {LEAN["generation_max_rows"]} rows at once, and
-  {LEAN["logits_chunk_size"]:,} logits (`logits_chunk_size`).
+  sizes: generation of {LEAN["generation_max_rows"]} rows at once, and {LEAN["logits_chunk_size"]:,}
+  logits (`logits_chunk_size`).
 
-In brackets: not run, for want of memory or time; the number is twice the peak of half as many
-completions. A dash: not measured.
+Numbers in brackets were not run, for lack of memory or time: they are twice the peak of half as
+many completions. A dash means not measured.
 """
 
 
@@ -154,8 +153,8 @@ def generation_section(rows: Rows) -> str:
     """Peaks of generation alone."""
     text = """## Peak of generation
 
-With `generation_max_rows` the completions of a prompt decode in pieces, so any number of them
-generates in the memory of one piece.
+With `generation_max_rows`, only that many completions of a prompt decode at the same time, so the
+memory of generation does not grow with their number.
 """
     titles = {name: SETTINGS[name].title for name in ("all", "lean", "default")}
     titles["all"] += f", {GENERATION_ROWS} rows at once"
@@ -212,15 +211,15 @@ def methods_section(rows: Rows) -> str:
     headers = ["MB", "vocabulary", "peer", "its peak", "this project, defaults", "ours / its"]
     return f"""## Online DPO and PPO
 
-The peers are the newest releases that have them. k counts the completions of an update, all in
-one micro-batch: those of k / 2 prompts by Online DPO, and of k prompts by PPO, one each. PPO has a
-value model and a reward model of the policy's shape on both sides, and trains once on each round.
-Both sides have the full vocabulary where an update has one prompt, and the smaller one with k = 8:
-at the full one a peer would need up to 55 GB there.
+The peers are the newest releases that have these trainers. k counts the completions of an update,
+all in one micro-batch: those of k / 2 prompts by Online DPO, and of k prompts by PPO, one each. PPO
+has a value model and a reward model of the policy's shape on both sides, and trains once on each
+round. Both sides have the full vocabulary if an update has one prompt, and the smaller one with k =
+8, where a peer would need up to 55 GB with the full one.
 
 Online DPO of trl 1.16.0 computes its log-probabilities on a GPU as it does on a CPU: in its runs on
 the GPU path, which count how often the kernels of the head are called, they were called {launches}
-times. What is left of that path here is that float32 copies are not counted.
+times. Here that path differs only in that float32 copies are not counted.
 
 {markdown(headers, lines)}
 """
@@ -247,7 +246,7 @@ def claim_section(rows: Rows) -> str:
         shown = [f"{megabytes(peak)}{change(peak, peaks[0])}" for peak in peaks[1:]]
         lines.append([f"{count}, {SETTINGS[name].title}", megabytes(peaks[0]), *shown])
     headers = ["k", "original", "proposal, cut at 1,024 tokens", "proposal, not cut"]
-    return f"""## What a reported reduction of 55-59 % is made of
+    return f"""## Where a reported reduction of 55-59 % comes from
 
 A proposal for trl 0.20.0 repeats prompts as strings and tokenizes them again, instead of
 repeating token ids, and reports 55-59 % less memory for prompts of about 3,020 tokens. It
@@ -266,8 +265,8 @@ BLOCKS = """## What explains the bytes
 
 The largest blocks alive at the peak, and the operation that made each with the shape of its first
 large input. To name them, operations are run from Python, which holds their inputs until they
-return: gradients that autograd else adds in place then need one more block, so a peak here can be
-above that of its cell.
+return. Gradients that autograd otherwise adds in place then need one more block, so a peak here can
+be above that of its cell.
 """
 
 
@@ -303,7 +302,7 @@ def spread_section(rows: Rows) -> str:
         title = SETTINGS[row["setting"]].title
         spread = times(100 * (max(peaks) / min(peaks) - 1))
         lines.append([f"{title}, {sizes}", str(len(peaks)), megabytes(peaks[0]), f"{spread} %"])
-    text = "## Spread\n\nBytes hardly vary: every other cell is one run.\n\n"
+    text = "## Spread\n\nBytes hardly vary, so every other cell is a single run.\n\n"
     return text + markdown(["cell", "runs", "MB", "highest over lowest"], lines) + "\n"
 
 

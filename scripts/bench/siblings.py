@@ -88,11 +88,11 @@ def main() -> None:
     ]
     names = [f"k = {count}, T = {temperature:g}" for count, temperature in cells]
     text = (
-        "# What completions have in common beyond their prompt\n\n"
-        "Percent of completion tokens that a tree of the completions would not compute again,\n"
-        "because a sibling begins with the same tokens. SmolLM2-135M-Instruct, at most\n"
-        f"{options.tokens} tokens, k completions of a prompt at temperature T; the length is the\n"
-        "mean.\n\n"
+        "# Prefixes that completions share beyond their prompt\n\n"
+        "Percentage of completion tokens that a tree of the completions would save, because\n"
+        "another completion of the group begins with the same tokens. SmolLM2-135M-Instruct, at\n"
+        f"most {options.tokens} tokens, k completions of a prompt at temperature T; the length is\n"
+        "the mean.\n\n"
         f"Made by `make bench-siblings` on {platform.machine()}, torch {torch.__version__}.\n\n"
         + markdown(["prompt", "length", *names], table)
         + "\n"

@@ -66,14 +66,14 @@ def tables(found: list[tuple[Work, list[Any], list[Any]]]) -> str:
 
 def method() -> str:
     """How step times are measured."""
-    return f"""Each run is a process of {STEPS} optimizer steps; the first warms up, the middle of
-the others counts. The two trainers alternate; each pair of runs gives one ratio, and the table
-shows the middle with the lowest and the highest. Above 1, this project is faster or smaller. One
+    return f"""Each run is a process of {STEPS} optimizer steps; the first warms up, and the median
+of the others counts. The two trainers alternate; each pair of runs gives one ratio, and the table
+shows the median with the lowest and the highest. Above 1, this project is faster or smaller. One
 prompt of exactly P tokens, G completions of exactly C tokens (P/C/G), the whole group in one
-micro-batch, bfloat16 by autocast over float32 weights, gradient checkpointing, fused AdamW;
-`beta` {BETA["RLOO"]} for RLOO and {BETA["GRPO"]:g} for GRPO, their defaults. Tokens per second
-are G x (P + C) of a step, whatever was computed for them. All options of this project are at
-their defaults.
+micro-batch, bfloat16 by autocast over float32 weights, gradient checkpointing, fused AdamW; `beta`
+{BETA["RLOO"]} for RLOO and {BETA["GRPO"]:g} for GRPO, their defaults. Tokens per second are G x (P
++ C) per step, however many tokens are computed for them. All options of this project are at their
+defaults.
 """
 
 
@@ -85,7 +85,7 @@ def step_page(results: Path) -> None:
     text = f"""# Time of an optimizer step
 
 Made by `make bench-step` and `make bench-report`. Results are part of the repository:
-`make bench-step ARGS="--again"` measures anew.
+`make bench-step ARGS="--again"` measures again.
 
 {provenance(data)}
 
@@ -97,6 +97,6 @@ The model is a random Qwen3 of 4 layers and hidden size 256 with vocabulary
         chosen = [pair for pair in found if pair[0].vocabulary == vocabulary]
         text += f"\n## Vocabulary {vocabulary:,}\n\n"
         if vocabulary != CPU_MODEL["vocabulary"]:
-            text += "The peer's head is slow on a CPU; with few entries the rest shows.\n\n"
+            text += "The peer's head is slow on a CPU; with few entries, the rest shows.\n\n"
         text += tables(chosen) + "\n"
     (results / "step.md").write_text(text, encoding="utf-8")

@@ -386,10 +386,10 @@ def page(results: list[Found]) -> str:
 PREFACE = f"""
 Made by `make architectures`. Every causal language model class of transformers that can be built
 from a tiny configuration, with {LARGEST // 10**6} M parameters at most, takes one step of RLOO and
-one of SFT with packing, and completes two prompts. RLOO and SFT are relative differences of the
-gradient, in float32, from rows that are computed one by one without padding, sharing or tiles: at
-most {EXACT:.0e} where a class is right. Attention windows have {WINDOW} tokens, fewer than rows
-have; with rows shorter than its window such a class shares like others.
+one of SFT with packing, and completes two prompts. The columns RLOO and SFT show the relative
+difference of the gradient, in float32, from that of rows computed one by one without padding,
+sharing or tiles: at most {EXACT:.0e} if a class is right. Attention windows have {WINDOW} tokens,
+fewer than rows have; if rows are shorter than its window, a class with a window shares like others.
 """
 
 
