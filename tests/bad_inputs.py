@@ -10,7 +10,14 @@ from datasets import Dataset, IterableDataset
 from peft import LoraConfig, PrefixTuningConfig
 from tiny import lora_model, tiny_model, tiny_tokenizer
 from torch import nn
-from transformers import T5Config, T5ForConditionalGeneration
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    BertLMHeadModel,
+    T5Config,
+    T5ForConditionalGeneration,
+    T5ForSequenceClassification,
+)
 
 from trl import GRPOConfig
 
@@ -65,12 +72,19 @@ OPTIONS = [
     ("RLOO", {"epsilon_high": -0.1}, "epsilon_high=-0.1 must be at least 0."),
     ("GRPO", {"top_entropy_quantile": 1.5}, "top_entropy_quantile=1.5 must be above 0 and at most 1."),
     ("GRPO", {"delta": -1.0}, "delta=-1.0 must be above 0."),
+    ("SFT", {"max_steps": -5}, "max_steps=-5 must be above 0, or -1 to train for num_train_epochs."),
     ("SFT", {"max_length": 1}, "max_length=1 must be at least 2."),
     ("DPO", {"beta": -1.0}, "beta=-1.0 must be at least 0."),
+    ("DPO", {"beta": 0.0}, "beta=0.0 trains nothing: log-ratios are multiplied by it, so the loss is the same for every model. Set beta above 0, such as beta=0.1."),
+    ("DPO", {"beta": 0.0, "loss_type": ["hinge", "sft"], "loss_weights": [1.0, 0.0]}, "beta=0.0 trains nothing: log-ratios are multiplied by it, so the loss is the same for every model."),
+    ("KTO", {"beta": 0.0}, "beta=0.0 trains nothing: log-ratios are multiplied by it, so the loss is the same for every model. Set beta above 0, such as beta=0.1."),
     ("KTO", {"desirable_weight": -1.0}, "desirable_weight=-1.0 must be at least 0."),
     ("Reward", {"center_rewards_coefficient": -1.0}, "center_rewards_coefficient=-1.0 must be at least 0."),
     ("PPO", {"gamma": 1.5}, "gamma=1.5 must be at least 0 and at most 1."),
     ("PPO", {"lam": -0.1}, "lam=-0.1 must be at least 0 and at most 1."),
+    ("PPO", {"num_ppo_epochs": 0}, "num_ppo_epochs=0 must be at least 1."),
+    ("PPO", {"num_ppo_epochs": -1}, "num_ppo_epochs=-1 must be at least 1."),
+    ("PPO", {"num_ppo_epochs": "4"}, "num_ppo_epochs='4' must be a number, at least 1."),
     ("PPO", {"num_mini_batches": 0}, "num_mini_batches=0 must be at least 1."),
     ("PPO", {"cliprange_value": -1.0}, "cliprange_value=-1.0 must be at least 0."),
     ("OnlineDPO", {"missing_eos_penalty": -1.0}, "missing_eos_penalty=-1.0 must be at least 0."),
@@ -146,7 +160,6 @@ OPTIONS = [
     ("SFT", {"warmup_ratio": 3}, "warmup_ratio=3 must be below 1, as a share of all steps; a number of steps is given by warmup_steps."),
     ("RLOO", {"warmup_ratio": 0.1, "warmup_steps": 3}, "RLOOConfig: both warmup_ratio and warmup_steps were given; use warmup_steps alone."),
     ("GRPO", {"adafactor": True}, "adafactor=True is no option of GRPOConfig any more: use optim='adafactor'."),
-    ("GRPO", {"adafactor": True}, "GRPOConfig has no option 'adafactor' any more: use optim='adafactor'."),
     ("Model", {"lora_target_parameters": ["w"]}, "lora_target_parameters cannot be used with lora_dropout=0.05: dropout cannot act on the input of a parameter. Set lora_dropout=0."),
     ("DPO", {"label_smoothing": 1.0}, "label_smoothing=1.0 must be at least 0 and below 1."),
     ("DPO", {"label_smoothing": -0.1}, "label_smoothing=-0.1 must be at least 0 and below 1."),
@@ -325,6 +338,8 @@ RUNS = [
     ({"model_name_or_path": "tiny-model/model.safetensors"}, "trl rloo: error: The model 'tiny-model/model.safetensors' is a file; give the folder that it is in: 'tiny-model'."),
     ({"model_name_or_path": "empty"}, "trl rloo: error: The model folder 'empty' has no config.json."),
     ({"model_name_or_path": "above-model"}, "trl rloo: error: The model folder 'above-model' has no config.json. Did you mean above-model/checkpoint-1?"),
+    ({"model_name_or_path": "headless"}, "trl rloo: error: The model 'headless' has no weights for lm_head.weight, which would be random: it was saved without what predicts tokens, as by AutoModel. Save it with AutoModelForCausalLM,"),
+    ({"reward_funcs": None, "reward_model_name_or_path": "three-classes"}, "trl rloo: error: The model 'three-classes' tells 3 classes apart (num_labels=3 in its config.json); a reward model has one label, whose logit is the reward. Use one that was trained with num_labels=1."),
     ({"model_name_or_path": "no-tokenizer"}, "trl rloo: error: The model folder 'no-tokenizer' has no tokenizer: tokenizer.json is missing. Copy it and tokenizer_config.json from the model that it was trained from, or give that model's name (--tokenizer_name_or_path; in Python, a processing_class)."),
     ({"tokenizer_name_or_path": "tiny-modl"}, "trl rloo: error: The model 'tiny-modl': there is no such folder, and HF_HUB_OFFLINE=1 switches the hub off. Did you mean tiny-model?"),
     ({"model_name_or_path": "moved-adapter"}, "trl rloo: error: The adapter 'moved-adapter' was trained on a model that cannot be loaded. The model '/nowhere/model': there is no such folder. If it has moved, set base_model_name_or_path in moved-adapter/adapter_config.json to where it is now."),
@@ -425,6 +440,23 @@ def encoder_decoder():
     return T5ForConditionalGeneration(T5Config(vocab_size=100, **sizes))
 
 
+def encoder_decoder_classifier():
+    sizes = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
+    return T5ForSequenceClassification(T5Config(vocab_size=100, num_labels=1, **sizes))
+
+
+def encoder():
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return BertLMHeadModel(BertConfig(vocab_size=100, intermediate_size=16, **sizes))
+
+
+def three_classes():
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return BertForSequenceClassification(
+        BertConfig(vocab_size=100, intermediate_size=16, num_labels=3, **sizes)
+    )
+
+
 def tiny_backbone():
     return tiny_model().model
 
@@ -433,7 +465,7 @@ def frozen():
     return tiny_model().requires_grad_(False)
 
 
-MODELS = (with_a_new_token, lora_model, tiny_model, tiny_backbone, frozen, encoder_decoder)
+MODELS = (with_a_new_token, lora_model, tiny_model, tiny_backbone, frozen, encoder_decoder, encoder_decoder_classifier, encoder, three_classes)
 TRAINERS = [
     # Names and kinds of arguments.
     ("RLOO", {"tokenizer": 1}, "RLOOTrainer has no argument 'tokenizer'. Did you mean processing_class?"),
@@ -448,6 +480,11 @@ TRAINERS = [
     ("SFT", {"formatting_func": lambda row: row["b"]}, "Row 0 of the dataset: KeyError('b')"),
     ("SFT", {"model": tiny_backbone}, "LlamaModel predicts no tokens: load the model with AutoModelForCausalLM."),
     ("SFT", {"model": encoder_decoder}, "T5ForConditionalGeneration is an encoder-decoder. Only models that continue their prompt can be trained here, such as those of AutoModelForCausalLM."),
+    *[
+        (name, {"model": encoder}, "BertLMHeadModel is not causal: what follows a token changes the logits at that token, so it would see what it is to predict. Encoders cannot be trained here;")
+        for name in ("SFT", "DPO", "KTO", "RLOO", "PPO")
+    ],
+    ("Reward", {"model": encoder_decoder_classifier}, "T5ForSequenceClassification is an encoder-decoder. Only models that continue their prompt can be trained here,"),
     ("RLOO", {"model": "./absent"}, "The model './absent': there is no such folder."),
     ("RLOO", {"processing_class": {}}, "processing_class must be a tokenizer, not dict."),
     ("RLOO", {"processing_class": None}, "The model does not say where it was loaded from: pass its tokenizer as processing_class."),
@@ -487,6 +524,7 @@ TRAINERS = [
     ("RLOO", {"reward_funcs": "./judge"}, "reward_funcs: './judge' is not a reward model: there is no such folder. A reward function is passed itself, not its name."),
     ("RLOO", {"reward_funcs": [constant, 3]}, "reward_funcs[1] is 3: it must be callable, a model, or the name of a model."),
     ("RLOO", {"reward_funcs": tiny_model}, "reward_funcs: 'LlamaForCausalLM' is a LlamaForCausalLM, which writes text and gives no reward. Use a model that was trained to give rewards:"),
+    ("RLOO", {"reward_funcs": three_classes}, "The model 'BertForSequenceClassification' tells 3 classes apart (num_labels=3 in its config.json); a reward model has one label, whose logit is the reward."),
     ("RLOO", {"reward_funcs": nn.Linear(1, 1)}, "The reward model 'Linear' does not say where it was loaded from: pass its tokenizer in reward_processing_classes."),
     ("RLOO", {"reward_funcs": constant, "reward_processing_classes": [None, None]}, "reward_processing_classes has length 2, and reward_funcs has length 1; give one for each, and None for those that are not models."),
     ("RLOO", {"args": {"reward_weights": [1.0, 2.0]}}, "reward_weights has 2 entries for 1 reward function (constant)."),

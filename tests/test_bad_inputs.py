@@ -26,6 +26,7 @@ from bad_inputs import (
     WORDS,
     constant,
     rows,
+    three_classes,
 )
 from reward_runs import classifier
 from tiny import lora_model, tiny_model, tiny_tokenizer
@@ -123,6 +124,9 @@ def place(tmp_path_factory):
         folder / "no-tokenizer",
         ignore=shutil.ignore_patterns("tokenizer*"),
     )
+    for name, model in {"headless": tiny_model().model, "three-classes": three_classes()}.items():
+        model.save_pretrained(folder / name)
+        tiny_tokenizer().save_pretrained(folder / name)
     lora_model().save_pretrained(folder / "moved-adapter")
     config = folder / "moved-adapter" / "adapter_config.json"
     facts = json.loads(config.read_text()) | {"base_model_name_or_path": "/nowhere/model"}

@@ -57,7 +57,7 @@ def one_line_errors(parser: OneLineParser, trainer: "Trainer | None" = None) -> 
     except Exception as error:
         if os.environ.get("TRL_DEBUG") == "1":
             raise
-        words = [as_command_line(describe(error), parser.names)]
+        words = [as_command_line(describe(error), parser.all_names)]
         if trainer is not None:
             words += [f"This was {_place(trainer)}"] if trainer.state.global_step else []
             name = f"error-{rank()}.txt" if rank() else "error.txt"

@@ -35,6 +35,11 @@ class OneLineParser(argparse.ArgumentParser):
     @property
     def names(self) -> list[str]:
         """Names of all options, with underscores."""
+        return self.all_names
+
+    @property
+    def all_names(self) -> list[str]:
+        """Names of all options, with underscores, and those that earlier releases had for them."""
         return [action.dest for action in self._actions if action.option_strings]
 
 

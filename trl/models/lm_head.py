@@ -17,6 +17,7 @@ from ..distributed import RankError
 from ..ops.linear_logprobs import LogitTransform, Tiling, default_chunk, linear_log_probs
 from ..ops.logit_statistics import LogitStatistic
 from ..ops.logprobs import token_scores
+from ..ops.matmul_precision import highest_matmul_precision
 from ..ops.oom import is_out_of_memory
 from ..torch_internals import forward_hooks
 from .sharded import is_sharded, unwrapped
@@ -29,6 +30,7 @@ PROBES = [[1, 2, 3, 4], [1, 2, 5, 6]]  # ids that begin alike
 # Of the norm of logits, in single and in half precision; rounding is far below.
 LARGEST_CHANGE = 5e-3
 LARGEST_CHANGE_IN_HALF_PRECISION = 0.05
+LARGEST_CHANGE_OF_DECODERS = 1e-4  # the same in full single precision
 # Rounding errors of the largest logit; four are 3 % in bfloat16.
 ROUNDINGS = 64
 ROUNDINGS_IN_HALF_PRECISION = 4
@@ -240,28 +242,34 @@ class NotCausalError(ValueError):
 def refuse_encoder(model: nn.Module) -> None:
     """Raise a `NotCausalError` if none of the attention of a model is causal, as in BERT.
 
-    Where no layer says that it is, the logits of a few tokens decide. Models whose weights are
-    sharded already are left to the same check before their first step.
+    Where no layer says that it is, the logits of a few tokens decide, with a lower bound if a
+    layer says that it is not. Models whose weights are sharded already are left to the same check
+    before their first step.
     """
     causal = causal_model(model)
-    if any(getattr(module, "is_causal", False) for module in causal.modules()):
+    modules = [module for module in causal.modules() if hasattr(module, "is_causal")]
+    if any(module.is_causal for module in modules):
         return
     if is_sharded(model):
         return
+    bound = LARGEST_CHANGE_OF_DECODERS if modules else LARGEST_CHANGE
     try:
         ids = torch.tensor(PROBES, device=next(causal.parameters()).device)
-        with evaluating(model), torch.no_grad():
-            _check_causal(causal, causal(input_ids=ids, use_cache=False).logits)
+        with evaluating(model), torch.no_grad(), highest_matmul_precision():
+            _check_causal(causal, causal(input_ids=ids, use_cache=False).logits, bound)
     except NotCausalError:
         raise
     except Exception:  # whatever a model that nobody has seen before may raise
         return
 
 
-def _check_causal(causal: nn.Module, logits: Tensor) -> None:
-    """Compare the logits (2, T, V) of `PROBES` where nothing in front of them differs."""
-    is_half = torch.finfo(logits.dtype).bits <= 16
-    bound = LARGEST_CHANGE_IN_HALF_PRECISION if is_half else LARGEST_CHANGE
+def _check_causal(causal: nn.Module, logits: Tensor, bound: float = LARGEST_CHANGE) -> None:
+    """Compare the logits (2, T, V) of `PROBES` where nothing in front of them differs.
+
+    `bound` is the largest change, as a share of their norm, in single precision.
+    """
+    if torch.finfo(logits.dtype).bits <= 16:
+        bound = LARGEST_CHANGE_IN_HALF_PRECISION
     one, other = logits[:, 1].float()
     if (one - other).norm() > bound * one.norm():
         raise NotCausalError(

@@ -3,7 +3,7 @@
 import copy
 import json
 import warnings
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -73,8 +73,41 @@ def load_policy(
     config = load_config(name, kwargs.get("revision"), kwargs["trust_remote_code"])
     kind = architecture(config)
     if gives_rewards:
+        if not kwargs.get("ignore_mismatched_sizes"):
+            check_one_label(name, config)
         kind, kwargs["num_labels"] = AutoModelForSequenceClassification, 1
-    return kind.from_pretrained(name, **kwargs)
+    model, report = kind.from_pretrained(name, output_loading_info=True, **kwargs)
+    if not gives_rewards:
+        _refuse_random_head(name, model, report["missing_keys"])
+    return model
+
+
+def check_one_label(name: str, config: PretrainedConfig, kinds: Iterable[str] = ()) -> None:
+    """Refuse a classifier of several classes: none of its outputs is a reward.
+
+    `kinds` are the classes of the model; without them, those that its configuration names.
+    """
+    kinds = kinds or config.architectures or ()
+    if config.num_labels != 1 and any("ForSequenceClassification" in kind for kind in kinds):
+        raise ValueError(
+            f"The model {name!r} tells {config.num_labels} classes apart (num_labels="
+            f"{config.num_labels} in its config.json); a reward model has one label, whose logit "
+            "is the reward. Use one that was trained with num_labels=1."
+        )
+
+
+def _refuse_random_head(name: str, model: PreTrainedModel, missing: Iterable[str]) -> None:
+    """Refuse a checkpoint without the output projection: no token would be predicted by it."""
+    head = model.get_output_embeddings()
+    own = {id(weight) for weight in head.parameters()} if head is not None else set()
+    weights = dict(model.named_parameters())
+    lost = sorted(key for key in missing if key in weights and id(weights[key]) in own)
+    if lost:
+        raise ValueError(
+            f"The model {name!r} has no weights for {', '.join(lost)}, which would be random: it "
+            "was saved without what predicts tokens, as by AutoModel. Save it with "
+            "AutoModelForCausalLM, or pass a model instead of its name."
+        )
 
 
 def architecture(config: PretrainedConfig) -> Any:

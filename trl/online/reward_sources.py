@@ -18,6 +18,7 @@ from transformers import (
 
 from ..data.formats import text_of_parts
 from ..distributed import without_zero3_init
+from ..models.loading import check_one_label, load_config
 from ..models.unwrap import causal_model, score_layer
 from ..sources import check_model_name, is_cached, why_not_on_hub
 from ..suggestions import did_you_mean
@@ -167,6 +168,8 @@ def _model(
     model: Any = given
     if isinstance(given, str):
         _check_exists(given)
+        config = load_config(given, trust_remote_code=options["trust_remote_code"])
+        check_one_label(given, config)
         with without_zero3_init():
             model, info = AutoModelForSequenceClassification.from_pretrained(
                 given, num_labels=1, output_loading_info=True, **options
@@ -182,6 +185,8 @@ def _model(
             f"reward_funcs: {name!r} is a {type(given).__name__}, which writes text and "
             f"gives no reward. {TRAINED}"
         )
+    elif isinstance(given, PreTrainedModel):
+        check_one_label(name, given.config, [type(given).__name__])
     if tokenizer is None:
         path = given if isinstance(given, str) else _path(given)
         if not path:

@@ -69,6 +69,10 @@ class DPOConfig(PreferenceConfig):
         return found
 
     @property
+    def all_losses_need_beta(self) -> bool:
+        return not self.losses.get("sft")
+
+    @property
     def needs_reference(self) -> bool:
         return not self.reference_free
 

@@ -52,7 +52,9 @@ class PPOConfig(OnlineConfig):
                 f"num_iterations={self.num_iterations} and num_ppo_epochs={self.num_ppo_epochs} "
                 "mean the same: leave num_iterations out."
             )
-        self.num_iterations = self.num_ppo_epochs
+        if isinstance(self.num_ppo_epochs, int) and self.num_ppo_epochs >= 1:
+            # Any other value is refused below, under its own name.
+            self.num_iterations = self.num_ppo_epochs
         steps = self.num_mini_batches * self.gradient_accumulation_steps
         given = self.steps_per_generation, self.generation_batch_size
         if self.num_mini_batches > 1 and given[0] != steps and given != (None, None):

@@ -197,8 +197,10 @@ class BaseConfig(Named, LoopOptions, PolicyOptions, MemoryOptions, TrainingArgum
         given = {name: getattr(self, name) for name in self.without_meaning}
         divides = self.ranks_per_row > 1 and not self.divides_rows
         return {
-            # transformers would take one step.
-            "max_steps=0 must be above 0, or -1 to train for num_train_epochs": self.max_steps == 0,
+            # transformers would take one step for 0, and all epochs for any number below.
+            f"max_steps={self.max_steps} must be above 0, or -1 to train for num_train_epochs": (
+                self.max_steps == 0 or self.max_steps < -1
+            ),
             **{
                 f"{name}={x!r} cannot be used: {self.without_meaning[name]}. Leave it out": x
                 for name, x in given.items()

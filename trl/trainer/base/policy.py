@@ -138,7 +138,7 @@ def _check_model(model: PreTrainedModel, args: BaseConfig) -> None:
     kind, head = type(model).__name__, model.get_output_embeddings()
     if head is None and not args.trains_reward_model:
         raise TypeError(f"{kind} predicts no tokens: load the model with AutoModelForCausalLM.")
-    if head is not None and model.config.is_encoder_decoder:
+    if model.config.is_encoder_decoder:
         raise ValueError(
             f"{kind} is an encoder-decoder. Only models that continue their prompt "
             "can be trained here, such as those of AutoModelForCausalLM."

@@ -136,7 +136,16 @@ class PreferenceConfig(ReferenceOptions, OfflineConfig):
         return super()._problems() | {
             "precompute_ref_log_probs=True cannot be used with sync_ref_model=True: the reference "
             "would move": self.precompute_ref_log_probs and self.sync_ref_model,
+            f"beta={self.beta} trains nothing: log-ratios are multiplied by it, so the loss is the "
+            "same for every model. Set beta above 0, such as beta=0.1": (
+                self.all_losses_need_beta and not self.beta
+            ),
         }
+
+    @property
+    def all_losses_need_beta(self) -> bool:
+        """Whether no loss has a gradient without beta."""
+        return True
 
     @property
     def needs_reference(self) -> bool:
