@@ -102,9 +102,9 @@ def test_lone_surrogates_of_a_model_are_replaced(body, name):
 
 def test_lone_surrogates_of_tools_are_replaced():
     results = [
-        ToolResult.of("x", Outcome("\ud83d")),
-        ToolResult.of("x", Outcome({"a": ["\ud83d"]})),
-        ToolResult.of("x", Outcome(failure=ValueError("\ud83d"))),
+        ToolResult.from_outcome("x", Outcome("\ud83d")),
+        ToolResult.from_outcome("x", Outcome({"a": ["\ud83d"]})),
+        ToolResult.from_outcome("x", Outcome(failure=ValueError("\ud83d"))),
     ]
     contents = ["\ufffd", '{"a": ["\ufffd"]}', '{"error": "ValueError: \ufffd"}']
     assert [result.content for result in results] == contents
@@ -313,7 +313,7 @@ def test_without_a_limit_tools_run_in_the_calling_thread():
 
 def test_values_become_text():
     values = ["a b", 5, 2.5, True, None, {"k": ["é"]}, {1, 2}]
-    assert [ToolResult.of("x", Outcome(v)).content for v in values] == [
+    assert [ToolResult.from_outcome("x", Outcome(v)).content for v in values] == [
         "a b", "5", "2.5", "true", "null", '{"k": ["é"]}', '"{1, 2}"',
     ]  # fmt: skip
 

@@ -112,7 +112,7 @@ def test_failures_are_told_and_counted():
 
 @pytest.mark.parametrize(("turns", "made"), [(0, 0), (1, 1), (2, 2), (None, 3)])
 def test_most_turns_that_are_answered(turns, made):
-    backend = loop(ScriptedBackend(says(ASK, ASK, ASK, "ok")), turns=turns)
+    backend = loop(ScriptedBackend(says(ASK, ASK, ASK, "ok")), max_iterations=turns)
     found = backend.generate(prompts("q"), sampling(), 1)
     assert found.tool_call_counts == [(made, 0)]
     assert found.messages[0][-1]["role"] == "assistant" and found.finish_reasons == ["stop"]

@@ -51,31 +51,31 @@ def test_prefix_preserving():
 
 def test_tokens_behind_a_turn_with_calls():
     turns = ToolResultEncoder(tool_tokenizer(), STOPS)
-    assert turns.after(RESULTS) == ids("(tool add: 5)(tool spell: a-b)<assistant>")
-    assert turns.after(RESULTS[:1]) == ids("(tool add: 5)<assistant>")
+    assert turns.encode(RESULTS) == ids("(tool add: 5)(tool spell: a-b)<assistant>")
+    assert turns.encode(RESULTS[:1]) == ids("(tool add: 5)<assistant>")
 
 
 def test_what_stands_between_stop_token_and_answer_belongs_to_the_answer():
     template = TEMPLATE.replace("<end>{% endif %}{% endfor %}", "<end>\n{% endif %}{% endfor %}")
-    assert ToolResultEncoder(with_template(template), STOPS).after(RESULTS[:1]) == ids(
+    assert ToolResultEncoder(with_template(template), STOPS).encode(RESULTS[:1]) == ids(
         "\n(tool add: 5)<assistant>"
     )
 
 
 def test_turns_that_no_token_ends():
     template = TEMPLATE.replace("<end>{% endif %}{% endfor %}", "{% endif %}{% endfor %}")
-    found = ToolResultEncoder(with_template(template), STOPS).after(RESULTS[:1])
+    found = ToolResultEncoder(with_template(template), STOPS).encode(RESULTS[:1])
     assert found == ids("(tool add: 5)<assistant>")
 
 
 def test_template_arguments_reach_the_answer():
     template = TEMPLATE.replace("<assistant>{% endif %}", "<assistant>{{ mood }}{% endif %}")
     turns = ToolResultEncoder(with_template(template), STOPS, {"mood": "x"})
-    assert turns.after(RESULTS[:1]) == ids("(tool add: 5)<assistant>x")
+    assert turns.encode(RESULTS[:1]) == ids("(tool add: 5)<assistant>x")
 
 
 def test_templates_that_drop_earlier_reasoning_can_be_used():
-    assert ToolResultEncoder(with_template(DROPS_REASONING), STOPS).after(RESULTS[:1]) == ids(
+    assert ToolResultEncoder(with_template(DROPS_REASONING), STOPS).encode(RESULTS[:1]) == ids(
         "(tool add: 5)<assistant>"
     )
 

@@ -14,129 +14,162 @@ from .templates import ToolResultEncoder
 
 @dataclass
 class _Row:
-    prompt: list[int]
-    message: Any
-    seed: int
-    tools: Functions
-    ids: list[int] = field(default_factory=list)
-    policy_mask: list[bool] = field(default_factory=list)
-    logps: list[float] | None = field(default_factory=list)
-    turns: list[dict[str, Any]] = field(default_factory=list)
-    finish_reason: FinishReason = "length"
-    pending: list[ToolCall] = field(default_factory=list)
-    calls: int = 0
-    failures: int = 0
+    """A row and its completion so far."""
 
-    def add(self, ids: Sequence[int], logps: Sequence[float] | None, is_policy: bool) -> None:
-        """Append tokens; log-probabilities are known of all, or of none."""
-        self.ids += ids
-        self.policy_mask += [is_policy] * len(ids)
+    prompt_ids: list[int]
+    prompt: Any  # a string, or a list of messages
+    seed: int
+    tools: Functions  # that the row may call
+    completion_ids: list[int] = field(default_factory=list)
+    policy_mask: list[bool] = field(default_factory=list)
+    logps: list[float] | None = field(default_factory=list)  # None: the engine reports none
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    finish_reason: FinishReason = "length"
+    pending_calls: list[ToolCall] = field(default_factory=list)
+    num_calls: int = 0
+    num_failed_calls: int = 0
+
+    @property
+    def ids(self) -> list[int]:
+        """Prompt and completion."""
+        return self.prompt_ids + self.completion_ids
+
+    def append(self, ids: Sequence[int], logps: Sequence[float] | None, by_policy: bool) -> None:
+        """Append tokens and their log-probabilities."""
+        self.completion_ids += ids
+        self.policy_mask += [by_policy] * len(ids)
         if self.logps is not None:
             self.logps = None if logps is None else [*self.logps, *logps]
 
 
 @dataclass(eq=False)
 class ToolLoop(BackendWrapper):
-    """A backend that lets another one continue after each tool call.
+    """A backend in which another backend continues each completion after its tool calls.
 
-    Tokens go from the engine into the next prompt as they are; only the tools' answers are
-    tokenized. The policy did not choose those tokens: `Generations.policy_mask` is False on them.
+    The engine's tokens go into the next prompt unchanged; only tool results are tokenized.
+    `Generations.policy_mask` is False on the tokens of results.
 
-    In each turn all ranks call the engine once, with the same `max_tokens`, as long as one of them
-    has a completion that goes on; a rank without one completes a row that is thrown away.
+    In each turn, all ranks call the engine once with the same `max_tokens`, until no rank has an
+    unfinished completion. A rank without one completes a filler row, whose result is discarded.
     """
 
-    tools: ToolRunner  # makes the calls
-    parse: ToolCallParser  # finds them
-    template: ToolResultEncoder  # tokens of the answers
+    tools: ToolRunner
+    parser: ToolCallParser
+    result_encoder: ToolResultEncoder
     ranks: Ranks
-    turns: int | None = None  # most whose calls are answered
-    context_length: int | None = None  # most tokens of prompt and completion together
+    max_iterations: int | None = None  # turns whose calls are answered; None: no limit
+    context_length: int | None = None  # maximum tokens of prompt plus completion; None: no limit
 
     def generate(self, prompts: Prompts, sampling: Sampling, group_size: int) -> Generations:
         """Complete every row, answering its tool calls; see `GenerationBackend`.
 
-        `Sampling.max_tokens` bounds the whole completion, answers included. Answers that leave no
-        room for another token are taken back, and the completion ends before them.
+        `Sampling.max_tokens` limits the whole completion, including tool results. If results leave
+        no room for another token, they are dropped and the completion ends before them.
         """
         seeds = sampling.with_seeds(len(prompts)).seeds or ()
         tools = prompts.tools or [self.tools.by_name] * len(prompts)
-        given = zip(prompts.token_ids, prompts.messages, seeds, tools, strict=True)
-        rows = [_Row(list(ids), *others) for ids, *others in given]
-        with self.engine.awake():
-            self._run(rows, sampling, group_size)
-        return _joined(rows)
-
-    def _run(self, rows: list[_Row], sampling: Sampling, group_size: int) -> None:
-        active, turn = rows, 0
-        while limit := self._longest(active, sampling):
-            asked = active or [_Row(rows[0].prompt, rows[0].message, rows[0].seed, {})]
-            seeds = [row.seed for row in asked]
-            if turn:  # the first one's random streams are those of plain completions
-                seeds = [row_seeds((seed, "turn"), turn, 1)[0] for seed in seeds]
-            drawn = sampling.replace(max_tokens=limit, seeds=tuple(seeds))
-            prompts = Prompts(
-                messages=[row.message for row in asked],
-                token_ids=[[*row.prompt, *row.ids] for row in asked],
+        rows = [
+            _Row(prompt_ids=list(prompt_ids), prompt=prompt, seed=seed, tools=row_tools)
+            for prompt_ids, prompt, seed, row_tools in zip(
+                prompts.token_ids, prompts.messages, seeds, tools, strict=True
             )
-            found = self.engine.generate(prompts, drawn, group_size)
-            for place, row in enumerate(active):
-                self._write(row, found, place, sampling)
-            active = [] if turn == self.turns else self._answered(active, sampling)
-            turn, group_size = turn + 1, 1
+        ]
+        with self.engine.awake():
+            self._run_turns(rows, sampling, group_size)
+        return _make_generations(rows)
 
-    def _longest(self, active: Sequence[_Row], sampling: Sampling) -> int:
-        """The most tokens a row on any rank may add; 0 if none goes on. All ranks meet here."""
-        local = max((self._room(row, sampling) for row in active), default=0)
+    def _run_turns(self, rows: list[_Row], sampling: Sampling, group_size: int) -> None:
+        unfinished = rows
+        turn = 0
+        max_tokens = self._max_tokens(unfinished, sampling)
+        while max_tokens > 0:
+            filler = _Row(rows[0].prompt_ids, rows[0].prompt, rows[0].seed, {})
+            batch = unfinished or [filler]
+            seeds = [row.seed for row in batch]
+            if turn > 0:  # the first turn samples as without tools
+                seeds = [row_seeds((seed, "turn"), turn, 1)[0] for seed in seeds]
+            prompts = Prompts(
+                messages=[row.prompt for row in batch], token_ids=[row.ids for row in batch]
+            )
+            turn_sampling = sampling.replace(max_tokens=max_tokens, seeds=tuple(seeds))
+            # Later turns are not the same for the rows of a group.
+            generations = self.engine.generate(
+                prompts, turn_sampling, group_size if turn == 0 else 1
+            )
+            for index, row in enumerate(unfinished):
+                self._append_turn(row, generations, index, sampling)
+            if turn == self.max_iterations:
+                unfinished = []
+            else:
+                unfinished = self._answer_calls(unfinished, sampling)
+            turn += 1
+            max_tokens = self._max_tokens(unfinished, sampling)
+
+    def _max_tokens(self, unfinished: Sequence[_Row], sampling: Sampling) -> int:
+        """Return the most tokens that a row of any rank may add; 0 if none is unfinished.
+
+        A collective.
+        """
+        local = max((self._remaining_tokens(row, sampling) for row in unfinished), default=0)
         return max(self.ranks.gather_objects(local))
 
-    def _room(self, row: _Row, sampling: Sampling) -> int:
-        most = sampling.max_tokens
+    def _remaining_tokens(self, row: _Row, sampling: Sampling) -> int:
+        max_tokens = sampling.max_tokens
         if self.context_length is not None:
-            most = min(most, self.context_length - len(row.prompt))
-        return max(0, most - len(row.ids))
+            max_tokens = min(max_tokens, self.context_length - len(row.prompt_ids))
+        return max(0, max_tokens - len(row.completion_ids))
 
-    def _write(self, row: _Row, found: Generations, place: int, sampling: Sampling) -> None:
-        """Append a turn of the policy, cut to the room there is, and find its calls if it ended."""
-        before, room = [*row.prompt, *row.ids], self._room(row, sampling)
-        logps = None if found.sampling_logps is None else found.sampling_logps[place][:room]
-        ids = found.completion_ids[place]
-        kept = ids[:room]
-        row.add(kept, logps, is_policy=True)
-        row.finish_reason = found.finish_reasons[place] if len(kept) == len(ids) else "length"
-        ended = row.finish_reason == "stop"
-        is_marked = ended and kept[-1] in sampling.stop_ids  # others end with a text
-        message, calls = self.parse(before, kept[:-1] if is_marked else kept)
-        row.turns.append(message)
-        row.pending = calls if ended else []
+    def _append_turn(
+        self, row: _Row, generations: Generations, index: int, sampling: Sampling
+    ) -> None:
+        """Append a turn of the policy, truncated to the row's limit, and parse its calls."""
+        ids_before = row.ids
+        limit = self._remaining_tokens(row, sampling)
+        ids = generations.completion_ids[index]
+        row.finish_reason = generations.finish_reasons[index] if len(ids) <= limit else "length"
+        ids = ids[:limit]
+        logps = None
+        if generations.sampling_logps is not None:
+            logps = generations.sampling_logps[index][:limit]
+        row.append(ids, logps, by_policy=True)
+        is_complete = row.finish_reason == "stop"
+        # A turn that ends with a stop string has no stop token.
+        has_stop_token = is_complete and ids[-1] in sampling.stop_ids
+        message, calls = self.parser(ids_before, ids[:-1] if has_stop_token else ids)
+        row.messages.append(message)
+        row.pending_calls = calls if is_complete else []
 
-    def _answered(self, active: Sequence[_Row], sampling: Sampling) -> list[_Row]:
-        """Make the calls of all rows, and return the rows that go on."""
-        calls = [call for row in active for call in row.pending]
-        results = iter(self.tools(calls, [row.tools for row in active for _ in row.pending]))
-        going = []
-        for row in active:
-            answers = list(islice(results, len(row.pending)))
-            row.calls += len(answers)
-            row.failures += sum(answer.failed for answer in answers)
-            if not answers:
+    def _answer_calls(self, unfinished: Sequence[_Row], sampling: Sampling) -> list[_Row]:
+        """Make the calls of all rows, append the results, and return the rows that go on."""
+        calls = [call for row in unfinished for call in row.pending_calls]
+        functions = [row.tools for row in unfinished for _ in row.pending_calls]
+        all_results = iter(self.tools(calls, functions))
+        continued = []
+        for row in unfinished:
+            results = list(islice(all_results, len(row.pending_calls)))
+            row.num_calls += len(results)
+            row.num_failed_calls += sum(result.failed for result in results)
+            if not results:
                 continue
-            messages = [{"role": "tool", "name": x.name, "content": x.content} for x in answers]
-            ids = self.template.after(messages)
-            if len(ids) < self._room(row, sampling):
-                row.add(ids, [0.0] * len(ids), is_policy=False)
-                row.turns += messages
-                going.append(row)
-        return going
+            messages = [
+                {"role": "tool", "name": result.name, "content": result.content}
+                for result in results
+            ]
+            ids = self.result_encoder.encode(messages)
+            if len(ids) < self._remaining_tokens(row, sampling):
+                row.append(ids, [0.0] * len(ids), by_policy=False)
+                row.messages += messages
+                continued.append(row)
+        return continued
 
 
-def _joined(rows: Sequence[_Row]) -> Generations:
-    known = all(row.logps is not None for row in rows)
+def _make_generations(rows: Sequence[_Row]) -> Generations:
+    has_logps = all(row.logps is not None for row in rows)
     return Generations(
-        completion_ids=[row.ids for row in rows],
+        completion_ids=[row.completion_ids for row in rows],
         finish_reasons=[row.finish_reason for row in rows],
-        sampling_logps=[row.logps or [] for row in rows] if known else None,
+        sampling_logps=[row.logps or [] for row in rows] if has_logps else None,
         policy_mask=[row.policy_mask for row in rows],
-        messages=[row.turns for row in rows],
-        tool_call_counts=[(row.calls, row.failures) for row in rows],
+        messages=[row.messages for row in rows],
+        tool_call_counts=[(row.num_calls, row.num_failed_calls) for row in rows],
     )

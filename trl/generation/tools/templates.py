@@ -2,35 +2,44 @@
 
 import re
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar, cast
 
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from ...data.formats import common_prefix_length
 from ...data.templates import USER, reads_responses, render_probe
 
+ProcessingClass: TypeAlias = PreTrainedTokenizerBase | ProcessorMixin
 T = TypeVar("T")
-NAME, ARGUMENT, RESULT = "look_up", "needle", "found42"
+
+# A conversation that templates render to find out how they write calls and results.
+PROBE_NAME = "look_up"
+PROBE_ARGUMENT = "needle"
+PROBE_RESULT = "found42"
 # Some templates refuse calls without an id, or with one that has not nine letters.
-CALL = {
+PROBE_CALL = {
     "type": "function",
     "id": "call00000",
-    "function": {"name": NAME, "arguments": {"word": ARGUMENT}},
+    "function": {"name": PROBE_NAME, "arguments": {"word": PROBE_ARGUMENT}},
 }
-RESPONSE = {"role": "tool", "name": NAME, "content": RESULT, "tool_call_id": CALL["id"]}
-# Templates that drop the reasoning of earlier turns keep a turn that states its own.
-ASSISTANTS: tuple[dict[str, Any], ...] = (
-    {"role": "assistant", "content": "", "tool_calls": [CALL]},
-    {"role": "assistant", "content": "", "reasoning_content": "so", "tool_calls": [CALL]},
-)
-FUNCTION = r"<function=(?P<name>[^>\n]+)>"
-PARAMETER = r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"
-UNKNOWN = (
+PROBE_TOOL_MESSAGE = {
+    "role": "tool",
+    "name": PROBE_NAME,
+    "content": PROBE_RESULT,
+    "tool_call_id": PROBE_CALL["id"],
+}
+PROBE_TURN: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [PROBE_CALL]}
+# Templates that drop the reasoning of earlier turns keep a turn that has `reasoning_content`.
+PROBE_TURN_WITH_REASONING = PROBE_TURN | {"reasoning_content": "so"}
+
+FUNCTION_TAG = r"<function=(?P<name>[^>\n]+)>"
+PARAMETER_TAG = r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"
+UNKNOWN_FORMAT = (
     "chat template writes a tool call in an unknown format: {!r:.200}. "
     "Set tokenizer.response_template, which says how to parse it."
 )
 
-# Ways in which templates write calls, as fields of a `response_template`.
+# The known formats of calls, as fields of a `response_template`.
 TAGGED = {
     "open_pattern": r"\s*<tool_call>\s*(?=\{)",
     "close": "</tool_call>",
@@ -38,10 +47,10 @@ TAGGED = {
     "transform": {"type": "function", "function": "{content}"},
 }
 NESTED = {
-    "open_pattern": rf"\s*<tool_call>\s*{FUNCTION}",
+    "open_pattern": rf"\s*<tool_call>\s*{FUNCTION_TAG}",
     "close_pattern": r"</function>\s*</tool_call>",
     "content": "xml-inline",
-    "content_args": {"tag_pattern": PARAMETER},
+    "content_args": {"tag_pattern": PARAMETER_TAG},
     "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
 }
 BARE = {
@@ -54,81 +63,98 @@ BARE = {
 }
 
 
-def supports_tool_calling(processing_class: PreTrainedTokenizerBase | ProcessorMixin) -> bool:
-    """Whether the chat template shows a call's name and argument, and a tool's result."""
+def supports_tool_calling(processing_class: ProcessingClass) -> bool:
+    """Whether the chat template renders a call's name and argument, and a tool's result."""
     try:
-        text = render_probe(processing_class, [USER, ASSISTANTS[0], RESPONSE])
-    except Exception:  # a template may refuse by any error of its own
+        text = render_probe(processing_class, [USER, PROBE_TURN, PROBE_TOOL_MESSAGE])
+    except Exception:  # a template may raise any error
         return False
-    return all(word in text for word in (NAME, ARGUMENT, RESULT))
+    return all(word in text for word in (PROBE_NAME, PROBE_ARGUMENT, PROBE_RESULT))
 
 
-def is_chat_template_prefix_preserving(processing_class: Any) -> bool:
-    """Whether a tool's result leaves the tokens of the turns before it as they were."""
-    call = [USER, ASSISTANTS[0]]
-    before = _probe_ids(processing_class, call)
-    found = _probe_ids(processing_class, [*call, RESPONSE], add_generation_prompt=True)
-    return found[: len(before)] == before
+def is_chat_template_prefix_preserving(processing_class: ProcessingClass) -> bool:
+    """Whether a tool's result leaves the tokens of earlier turns unchanged."""
+    messages = [USER, PROBE_TURN]
+    before = _render_ids(processing_class, messages)
+    with_result = _render_ids(
+        processing_class, [*messages, PROBE_TOOL_MESSAGE], add_generation_prompt=True
+    )
+    return with_result[: len(before)] == before
 
 
-def rendered_call(tokenizer: PreTrainedTokenizerBase, **template_kwargs: Any) -> str:
-    """Return the text of an assistant turn that calls `NAME` with `word=ARGUMENT`."""
-    before = render_probe(tokenizer, [USER], add_generation_prompt=True, **template_kwargs)
-    whole = render_probe(tokenizer, [USER, ASSISTANTS[0]], **template_kwargs)
-    return whole.removeprefix(before)
+def render_call(processing_class: ProcessingClass, **template_kwargs: object) -> str:
+    """Render an assistant turn that calls `PROBE_NAME` with `word=PROBE_ARGUMENT`."""
+    prompt = render_probe(processing_class, [USER], add_generation_prompt=True, **template_kwargs)
+    conversation = render_probe(processing_class, [USER, PROBE_TURN], **template_kwargs)
+    return conversation.removeprefix(prompt)
 
 
 def add_response_schema(processing_class: T) -> T:
     """Let a tokenizer, or that of a processor, parse what its model writes: `parse_response`.
 
-    Its `response_template` is made of what the chat template writes around an answer, a tool call
-    and, in `<think>` tags, reasoning; one that is there stays. ValueError: the chat template is not
-    one text, does not show calls and their results, or writes them in an unknown format.
+    Sets `response_template` to a template made of what the chat template writes around content, a
+    tool call and reasoning in `<think>` tags; one that is set already stays. ValueError: there are
+    several chat templates, or the template does not render calls and results in a known format.
     """
-    tokenizer: Any = getattr(processing_class, "tokenizer", processing_class)
+    tokenizer = cast(
+        PreTrainedTokenizerBase, getattr(processing_class, "tokenizer", processing_class)
+    )
     if reads_responses(tokenizer):
         return processing_class
     template = getattr(processing_class, "chat_template", None)
     if not isinstance(template, str):
         raise ValueError("The chat template must be one text, not several by name.")
-    if not supports_tool_calling(processing_class):  # type: ignore[arg-type]
+    source = cast(ProcessingClass, processing_class)
+    if not supports_tool_calling(source):
         raise ValueError(
             "The chat template does not show tool calls and their results, so they cannot be read."
         )
-    begun = render_probe(processing_class, [USER], add_generation_prompt=True)
-    written = rendered_call(processing_class).rstrip()  # type: ignore[arg-type]
-    before = render_probe(processing_class, [USER])
-    # Without a beginning of its own, the answer follows the end of the question.
-    anchor = begun.removeprefix(before).split("<think>")[0] or begun.split(USER["content"])[-1]
-    ends = {tokenizer.eos_token, *filter(written.endswith, tokenizer.all_special_tokens)} - {None}
-    end = rf"\s*(?:{'|'.join(map(re.escape, sorted(ends)))})"
-    fields: dict[str, dict[str, Any]] = {"content": {"close_pattern": end}}
-    call = {key: value for key, value in CALL.items() if key != "id"}
+    prompt = render_probe(source, [USER], add_generation_prompt=True)
+    call_text = render_call(source).rstrip()
+    expected_call = {key: value for key, value in PROBE_CALL.items() if key != "id"}
+    fields: dict[str, dict[str, Any]] = {
+        "content": {"close_pattern": _end_of_turn(tokenizer, call_text)}
+    }
     if "<think>" in template:
         fields["reasoning_content"] = {"open": "<think>", "close": "</think>"}
-    for calls in (TAGGED, NESTED, BARE | fields["content"]):
-        made = {
-            "start_anchor": anchor,
-            "fields": fields | {"tool_calls": calls | {"repeats": True}},
+    for call_format in (TAGGED, NESTED, BARE | fields["content"]):
+        tokenizer.response_template = {
+            "start_anchor": _start_of_turn(source, prompt),
+            "fields": fields | {"tool_calls": call_format | {"repeats": True}},
+            "defaults": {"role": "assistant"},
         }
-        tokenizer.response_template = made | {"defaults": {"role": "assistant"}}
         try:
-            found = tokenizer.parse_response(written, prefix=begun)
-        except (KeyError, ValueError):  # calls are written in another way
+            message = tokenizer.parse_response(call_text, prefix=prompt)
+        except (KeyError, ValueError):  # calls have another format
             continue
-        if found.get("tool_calls") == [call]:
+        if message.get("tool_calls") == [expected_call]:
             return processing_class
     tokenizer.response_template = None
-    raise ValueError(f"The {UNKNOWN.format(written)}")
+    raise ValueError(f"The {UNKNOWN_FORMAT.format(call_text)}")
+
+
+def _start_of_turn(processing_class: ProcessingClass, prompt: str) -> str:
+    """Return the text at the end of the prompt after which an assistant turn starts."""
+    generation_prompt = prompt.removeprefix(render_probe(processing_class, [USER]))
+    # Without a generation prompt, the turn starts after what follows the question.
+    return generation_prompt.split("<think>")[0] or prompt.split(USER["content"])[-1]
+
+
+def _end_of_turn(tokenizer: PreTrainedTokenizerBase, turn: str) -> str:
+    """Return a pattern of the special tokens that end a turn."""
+    tokens = {token for token in tokenizer.all_special_tokens if turn.endswith(token)}
+    if tokenizer.eos_token is not None:
+        tokens.add(tokenizer.eos_token)
+    return rf"\s*(?:{'|'.join(map(re.escape, sorted(tokens)))})"
 
 
 class ToolResultEncoder:
-    """The tokens that stand between a turn with tool calls and the next turn of the model.
+    """Tokenizes tool results: all tokens between a turn with calls and the model's next turn.
 
-    What the model wrote is never rendered again: the tokens are those that the template puts after
-    the end of an assistant turn in a conversation of its own. `stop_ids` end a turn, and
-    `template_kwargs` are extra arguments of every chat-template call. ValueError: the template
-    cannot show tool calls, or changes earlier turns when a tool's result follows.
+    What the model wrote is not rendered again. The tokens are those that the template adds after an
+    assistant turn of a probe conversation. `stop_ids` end a turn, and `template_kwargs` are extra
+    arguments of every chat-template call. ValueError: the template does not render tool calls, or
+    changes earlier turns when a tool's result follows.
     """
 
     def __init__(
@@ -138,7 +164,7 @@ class ToolResultEncoder:
         template_kwargs: dict[str, Any] | None = None,
     ):
         self._tokenizer = tokenizer
-        self._options = template_kwargs or {}
+        self._template_kwargs = template_kwargs or {}
         if not tokenizer.chat_template:
             raise ValueError("tools need a chat template; the tokenizer has none.")
         if not supports_tool_calling(tokenizer):
@@ -146,35 +172,39 @@ class ToolResultEncoder:
                 "tools: the chat template of the tokenizer does not show tool calls and their "
                 "results. Use a model whose template does, or set tokenizer.chat_template."
             )
-        user = self._ids()
-        for self._assistant in ASSISTANTS:  # that is not changed by a result
-            alone = self._ids(self._assistant)
-            # A turn ends behind its stop token, or with the text.
-            stops = [place for place, token in enumerate(alone) if token in stop_ids]
-            is_ended = bool(stops) and stops[-1] >= len(user)
-            self._length = stops[-1] + 1 if is_ended else len(alone)
-            followed = self._ids(self._assistant, RESPONSE)
-            if followed[: self._length] == alone[: self._length]:
+        prompt_length = len(self._render_ids())
+        for turn in (PROBE_TURN, PROBE_TURN_WITH_REASONING):
+            before = self._render_ids(turn)
+            # The turn ends with its stop token, or with the text if it has none.
+            stops = [index for index, token in enumerate(before) if token in stop_ids]
+            has_stop = bool(stops) and stops[-1] >= prompt_length
+            self._length = stops[-1] + 1 if has_stop else len(before)
+            self._turn = turn
+            with_result = self._render_ids(turn, PROBE_TOOL_MESSAGE)
+            if with_result[: self._length] == before[: self._length]:
                 return
-        place = common_prefix_length(alone, followed)
+        first_change = common_prefix_length(before, with_result)
         raise ValueError(
             "tools: the chat template is not prefix-preserving: a tool's result changes the turns "
-            f"before it, from token {place} of {alone!r:.200}: "
-            f"{self._tokenizer.decode(alone[place:])!r:.80} becomes "
-            f"{self._tokenizer.decode(followed[place:])!r:.80}. Change tokenizer.chat_template so "
-            "that a turn is rendered alike whatever follows it."
+            f"before it, from token {first_change} of {before!r:.200}: "
+            f"{self._tokenizer.decode(before[first_change:])!r:.80} becomes "
+            f"{self._tokenizer.decode(with_result[first_change:])!r:.80}. Change "
+            "tokenizer.chat_template so that a turn is rendered alike whatever follows it."
         )
 
-    def after(self, results: Sequence[dict[str, Any]]) -> list[int]:
-        """Return the tokens of messages with the role `tool`, and of how the next turn begins."""
-        sent = [result | {"tool_call_id": CALL["id"]} for result in results]
-        return self._ids(self._assistant, *sent)[self._length :]
+    def encode(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        """Return the token ids of messages with the role `tool` and of the generation prompt."""
+        results = [message | {"tool_call_id": PROBE_CALL["id"]} for message in messages]
+        return self._render_ids(self._turn, *results)[self._length :]
 
-    def _ids(self, *messages: dict[str, Any]) -> list[int]:
-        options = {"add_generation_prompt": len(messages) > 1} | self._options
-        return _probe_ids(self._tokenizer, [USER, *messages], **options)
+    def _render_ids(self, *messages: dict[str, Any]) -> list[int]:
+        """Render the probe's question and `messages`, of which the first is an assistant turn."""
+        options = {"add_generation_prompt": len(messages) > 1} | self._template_kwargs
+        return _render_ids(self._tokenizer, [USER, *messages], **options)
 
 
-def _probe_ids(processing_class: Any, messages: list[dict[str, Any]], **options: Any) -> list[int]:
+def _render_ids(
+    processing_class: ProcessingClass, messages: list[dict[str, Any]], **options: object
+) -> list[int]:
     options |= {"tokenize": True, "return_dict": True}
     return list(render_probe(processing_class, messages, **options)["input_ids"])

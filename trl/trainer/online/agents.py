@@ -100,10 +100,15 @@ class Agents:
                 x for x in (engine.context_length, context_length(policy.model)) if x is not None
             ]
             options: Any = self.args.chat_template_kwargs
-            turns = ToolResultEncoder(tokenizer, stop_ids, self.template_kwargs)
-            parser = ToolCallParser(tokenizer, self.tools.schemas, options)
-            most = self.args.max_tool_calling_iterations, min(bounds, default=None)
-            engine = ToolLoop(engine, self.tools, parser, turns, policy.ranks, *most)
+            engine = ToolLoop(
+                engine,
+                tools=self.tools,
+                parser=ToolCallParser(tokenizer, self.tools.schemas, options),
+                result_encoder=ToolResultEncoder(tokenizer, stop_ids, self.template_kwargs),
+                ranks=policy.ranks,
+                max_iterations=self.args.max_tool_calling_iterations,
+                context_length=min(bounds, default=None),
+            )
         if self.environments is None:
             return engine
         from ...generation.environments import EnvironmentBackend
