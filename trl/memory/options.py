@@ -10,9 +10,10 @@ class MemoryOptions:
     """Saving memory, measuring it, and making do with less of it."""
 
     pad_to_multiple_of: int | str | None = option(
-        "auto", "Pad rows to a multiple of this; only a few models need padded rows at all."
+        "auto",
+        "Pad rows to a multiple of this many tokens, for the few models that need padded rows.",
     )
-    shared_prefix: bool = option(True, "Compute a prompt once for its completions in one pass.")
+    shared_prefix: bool = option(True, "Compute a prompt once for all its completions.")
     logits_chunk_size: int | None = option(
         None, "Logits (tokens x vocabulary) held at once. None: the device's default; 0: all.", ge=0
     )
@@ -21,15 +22,15 @@ class MemoryOptions:
     )
     max_tokens_per_piece: int | None = option(
         None,
-        "Cut micro-batches into pieces of at most this many tokens, each with a backward pass of "
-        "its own; the gradient is the same. 0: not at all. None: not in online training, else "
-        "2,048 on a CPU (DPO, Reward: 1,024) and 8,192 on other devices.",
+        "Split micro-batches into chunks of at most this many tokens, each with its own backward "
+        "pass; the gradient is the same. 0: do not split. None: 2,048 on a CPU (DPO, Reward: "
+        "1,024) and 8,192 on other devices; trainers that generate do not split.",
         ge=0,
     )
     empty_cache: str = option(
         "auto",
-        "Return cached blocks to the device after inference; auto: when they are fragmented.",
+        "Return cached blocks to the device after generation and scoring; auto: if fragmented.",
         choices=("never", "auto", "always"),
     )
     log_memory: bool = option(True, "Log the peak memory of each phase, also to memory.jsonl.")
-    recover_from_oom: bool = option(True, "If memory runs out, continue with smaller pieces.")
+    recover_from_oom: bool = option(True, "If memory runs out, continue with fewer rows at once.")

@@ -24,7 +24,7 @@ class DPOConfig(PreferenceConfig):
     loss_type: list[str] | str = option(
         ["sigmoid"],
         "One or several of sigmoid, hinge, ipo, exo_pair, nca_pair, robust, bco_pair, sppo_hard, "
-        "aot, aot_unpaired, apo_zero, apo_down, discopop, sigmoid_norm, sft; they are added up.",
+        "aot, aot_unpaired, apo_zero, apo_down, discopop, sigmoid_norm, sft; several are added up.",
     )
     loss_weights: list[float] | None = option(None, "Weight of each loss in loss_type. None: 1.")
     rpo_alpha: float | None = option(
@@ -43,7 +43,7 @@ class DPOConfig(PreferenceConfig):
     ld_alpha: float | None = option(
         None, "Weight of tokens beyond the length of the shorter answer. None: 1.", ge=0, le=1
     )
-    use_weighting: bool = option(False, "Weigh pairs by how likely their answers are (WPO).")
+    use_weighting: bool = option(False, "Weight pairs by how likely their answers are (WPO).")
     discopop_tau: float = option(0.05, "Temperature of the discopop loss.", gt=0)
 
     def __post_init__(self) -> None:

@@ -24,7 +24,8 @@ class GRPOConfig(OnlineConfig):
 
     num_generations: int | None = option(8, "Completions for each prompt (G).")
     scale_rewards: str = option(
-        "group", "Whose standard deviation to divide advantages by; True: group, False: none."
+        "group",
+        "Divide advantages by the standard deviation of the group (True), batch, or none (False).",
     )
     multi_objective_aggregation: str = option(
         "sum_then_normalize",
@@ -44,7 +45,8 @@ class GRPOConfig(OnlineConfig):
     vespo_k_neg: float = option(3.0, "Power of the weight where the advantage is < 0.")
     vespo_lambda_neg: float = option(2.0, "Decay of the weight where the advantage is < 0.")
     off_policy_mask_threshold: float | None = option(
-        None, "Drop completions of negative advantage that moved by more than this, in nats."
+        None,
+        "Leave out completions of negative advantage that lost more nats per token than this.",
     )
     top_entropy_quantile: float = option(
         1.0, "Train on this share of tokens, those of highest entropy.", gt=0, le=1
@@ -54,7 +56,7 @@ class GRPOConfig(OnlineConfig):
     entropy_coef_min: float = option(0.0, "Lowest adaptive entropy_coef.")
     entropy_coef_max: float = option(1.0, "Highest adaptive entropy_coef.")
     entropy_coef_delta: float = option(0.005, "Change of entropy_coef at each update.")
-    entropy_target: float = option(0.2, "Entropy to hold, in nats per token.")
+    entropy_target: float = option(0.2, "Target entropy, in nats per token.")
     log_completions_hub_repo: str | None = option(None, "Hub dataset that gets the completions.")
 
     def __post_init__(self) -> None:

@@ -12,7 +12,7 @@ class KTOConfig(PreferenceConfig):
 
     loss_type: str = option(
         "kto",
-        "kto: against an estimate of the KL divergence; apo_zero_unpaired: against 0.",
+        "kto compares log-ratios with an estimate of the KL divergence; apo_zero_unpaired with 0.",
         choices=("kto", "apo_zero_unpaired"),
     )
     desirable_weight: float = option(1.0, "Weight of the losses of desirable answers.", ge=0)

@@ -43,7 +43,7 @@ class ModelConfig(Named):
     attn_implementation: str | None = option(None, "Attention implementation.")
     use_peft: bool = option(False, "Train a LoRA adapter instead of all weights.")
     lora_r: int = option(16, "Rank of the adapter.", ge=1)
-    lora_alpha: int = option(32, "Scale of the adapter, times its rank.")
+    lora_alpha: int = option(32, "Scale of the adapter, which is divided by its rank.")
     lora_dropout: float = option(0.05, "Dropout of the adapter's input.", ge=0, lt=1)
     lora_target_modules: list[str] | str | None = option(
         None, "Modules that get an adapter; all-linear for every linear layer."
@@ -53,8 +53,8 @@ class ModelConfig(Named):
     )
     lora_modules_to_save: list[str] | None = option(None, "Modules trained in full.")
     lora_task_type: str = option("CAUSAL_LM", "Task the adapter is for.")
-    use_rslora: bool = option(False, "Scale the adapter by the root of its rank.")
-    use_dora: bool = option(False, "Decompose weights into magnitude and direction.")
+    use_rslora: bool = option(False, "Divide lora_alpha by the root of the rank (rsLoRA).")
+    use_dora: bool = option(False, "Decompose weights into magnitude and direction (DoRA).")
     load_in_8bit: bool = option(False, "Quantize the base model to 8 bits.")
     load_in_4bit: bool = option(False, "Quantize the base model to 4 bits.")
     bnb_4bit_quant_type: str = option("nf4", "Data type of 4-bit weights.", choices=("nf4", "fp4"))

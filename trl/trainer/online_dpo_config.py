@@ -35,14 +35,14 @@ class OnlineDPOConfig(OnlineConfig):
     max_completion_length: int = option(64, "Maximum length of a completion in tokens.", ge=1)
     temperature: float = option(0.9, "Sampling temperature; divides the logits in training.", gt=0)
     vllm_importance_sampling_correction: bool = option(
-        False, "Cannot be used: the loss is the same whoever wrote the completions."
+        False, "Cannot be used: the loss is valid for completions of any policy."
     )
     beta: list[float] = option(  # type: ignore[assignment]
         [0.1], "How closely the policy is held to the reference; a list has one value per epoch."
     )
     loss_type: str = option("sigmoid", "Loss of a pair.", choices=("sigmoid", "ipo"))
     missing_eos_penalty: float | None = option(
-        None, "Subtracted from the reward of a completion that was cut off.", ge=0
+        None, "Subtracted from the reward of a truncated completion.", ge=0
     )
 
     def __post_init__(self) -> None:

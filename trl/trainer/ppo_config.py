@@ -28,7 +28,9 @@ class PPOConfig(OnlineConfig):
     num_ppo_epochs: int = option(4, "Passes of optimization over each round.", ge=1)
     num_mini_batches: int = option(1, "Optimizer steps of each pass over a round.", ge=1)
     target_kl: float | None = option(
-        None, "Generate anew once an update has moved the policy by more than this, in nats.", gt=0
+        None,
+        "Start a new round once an update has moved the policy by more than this, in nats.",
+        gt=0,
     )
     num_generations: int | None = option(1, "Completions for each prompt.")
     max_completion_length: int = option(53, "Maximum length of a completion in tokens.", ge=1)
@@ -36,12 +38,12 @@ class PPOConfig(OnlineConfig):
     beta: float = option(0.05, "Weight of the KL penalty of tokens; 0: no reference policy.", ge=0)
     kl_estimator: str = option("k1", "Estimator of the KL penalty.", choices=("k1", "k3"))
     missing_eos_penalty: float | None = option(
-        None, "Subtracted from the reward of a completion that was cut off.", ge=0
+        None, "Subtracted from the reward of a truncated completion.", ge=0
     )
     whiten_rewards: bool = option(False, "Scale rewards of tokens to variance 1; their mean stays.")
     gamma: float = option(1.0, "Discount factor per token.", ge=0, le=1)
     lam: float = option(0.95, "Lambda of generalized advantage estimation.", ge=0, le=1)
-    cliprange_value: float = option(0.2, "How far a value may move from that of the rollout.", ge=0)
+    cliprange_value: float = option(0.2, "Clip width of values around those of the rollout.", ge=0)
     vf_coef: float = option(0.1, "Weight of the value loss.", ge=0)
     entropy_coef: float = option(0.0, "Weight of the entropy bonus.")
 

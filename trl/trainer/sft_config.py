@@ -21,35 +21,36 @@ class SFTConfig(OfflineConfig):
     )
     dataset_text_field: str = option("text", "Column of plain texts.")
     source_column: str = option(
-        "dataset_source", "Column of mixtures that names a row's dataset: loss/NAME is logged."
+        "dataset_source", "Column with the name of a row's dataset; loss/NAME is logged for each."
     )
     completion_only_loss: bool | None = option(
-        None, "Train on completions alone. None: where rows have a prompt and a completion."
+        None, "Train on completions only. None: if rows have a prompt and a completion."
     )
-    assistant_only_loss: bool = option(False, "Train on the turns of the assistant alone.")
+    assistant_only_loss: bool = option(False, "Train on the turns of the assistant only.")
     expand_turns: bool = option(
-        False, "One target for each turn of the assistant, in the context in which it is written."
+        False, "Make a row of each turn of the assistant, with the context in which it was written."
     )
     long_rows: str | None = option(
         None,
-        "Cut, drop or split rows over max_length, or stop with an error. None: truncation_mode.",
+        "Cut, drop or split rows over max_length, or stop with an error. None: cut them.",
         choices=("cut", "drop", "split", "error"),
     )
     truncation_mode: str = option(
-        "keep_start", "Which end of long rows is kept.", choices=("keep_start", "keep_end")
+        "keep_start", "Which end of long rows to keep.", choices=("keep_start", "keep_end")
     )
     lazy_tokenization: bool = option(
-        False, "Tokenize during training, not before it; excludes packing and token budgets."
+        False,
+        "Tokenize during training, not before; not with packing or max_tokens_per_micro_batch.",
     )
-    packing: bool = option(False, "A row is a pack of documents with at most max_length tokens.")
+    packing: bool = option(False, "Fill rows with several documents, up to max_length tokens.")
     packing_strategy: str = option(
         "bfd",
-        "bfd cuts long documents, bfd_split keeps their rest; wrapped lays all end to end and "
-        "cuts every max_length tokens. Documents never see each other.",
+        "bfd cuts long documents, bfd_split also keeps their rest, wrapped concatenates all "
+        "documents and cuts every max_length tokens. Documents do not attend to each other.",
         choices=("bfd", "bfd_split", "wrapped"),
     )
     wrapped_attends_across: bool = option(
-        False, "With wrapped, documents within the same max_length tokens see each other as one."
+        False, "With wrapped, documents within the same max_length tokens attend to each other."
     )
     eval_packing: bool | None = option(None, "Pack evaluation sets. None: the value of packing.")
 

@@ -42,10 +42,12 @@ class LoopOptions:
         "What to do when a loss or gradient is NaN or infinite: stop, or skip that update.",
         choices=("raise", "skip"),
     )
-    resume_with_changes: bool = option(False, "Resume a run although its settings differ.")
+    resume_with_changes: bool = option(
+        False, "Resume even if settings differ from those of the checkpoint."
+    )
     checkpoint_checksums: str = option(
         "sampled",
-        "Take checksums of all bytes of checkpoints, or of samples of large files.",
+        "Checksums of checkpoint files: of all bytes, or of samples of files above 16 MiB.",
         choices=("sampled", "all"),
     )
 
@@ -75,7 +77,9 @@ class ReferenceOptions:
         0.0, "Weight of the KL penalty; 0: no reference policy.", ge=0, hint="0: no KL penalty"
     )
     sync_ref_model: bool = option(False, "Move the reference policy towards the policy.")
-    ref_model_mixup_alpha: float = option(0.6, "Share of the policy in each update.", ge=0, le=1)
+    ref_model_mixup_alpha: float = option(
+        0.6, "Share of the policy that an update mixes into the reference.", ge=0, le=1
+    )
     ref_model_sync_steps: int = option(512, "Optimizer steps between two reference updates.", ge=1)
     ref_model_init_kwargs: dict | str | None = option(
         None, "Arguments of from_pretrained for a ref_model given by name. None: model_init_kwargs."
@@ -105,11 +109,11 @@ class BaseConfig(Named, LoopOptions, PolicyOptions, MemoryOptions, TrainingArgum
         True, "Recompute activations in backward: less memory, about a third more time."
     )
     bf16: bool | None = option(
-        None, "Train in bfloat16 autocast. None: yes where it is supported, unless fp16 is chosen."
+        None, "Train with bfloat16 autocast. None: if the device supports it and fp16 is off."
     )
     lr_scheduler_kwargs: dict | str | None = option(None, "Arguments of the scheduler (JSON).")
     logging_nan_inf_filter: bool = option(
-        False, "No effect: see non_finite. This filter waits for the device at each micro-batch."
+        False, "No effect: non_finite replaces this filter, which would slow down each micro-batch."
     )
 
     def __post_init__(self) -> None:

@@ -45,30 +45,31 @@ class OfflineConfig(BaseConfig):
 
     max_length: int | None = option(1024, "Maximum tokens of a row. None: no limit.", ge=2)
     dataset_num_proc: int | None = option(
-        None, "Processes that tokenize. None: as rows and cores suggest.", ge=1
+        None, "Processes that tokenize. None: chosen by the numbers of rows and cores.", ge=1
     )
     dataset_kwargs: dict | str | None = option(
-        None, "With skip_prepare_dataset, refuse rows that are not tokenized (JSON)."
+        None,
+        "Options of preparation (JSON); skip_prepare_dataset refuses rows that are not tokenized.",
     )
     shuffle_dataset: bool = option(
         False,
-        "Shuffle a stream within a buffer. Rows of other datasets are in another order in each "
-        "epoch anyway, unless train_sampling_strategy='sequential'.",
+        "Shuffle a stream within a buffer. Other datasets are shuffled in each epoch anyway, "
+        "unless train_sampling_strategy='sequential'.",
     )
     max_tokens_per_micro_batch: int | None = option(
-        None, "Maximum tokens of a micro-batch, besides its rows; a longer row is alone.", ge=1
+        None, "Maximum tokens of a micro-batch; a longer row has a micro-batch of its own.", ge=1
     )
-    remove_unused_columns: bool | None = option(True, "Accepted: other columns are never read.")
-    dataloader_pin_memory: bool = option(False, "Pin memory; rows are lists, so there is no need.")
+    remove_unused_columns: bool | None = option(True, "No effect: other columns are never read.")
+    dataloader_pin_memory: bool = option(False, "Pin memory; not needed, because rows are lists.")
     chat_template_path: str | None = option(
-        None, "File with a chat template, or a model whose template is taken over."
+        None, "File with a chat template, or a model whose template is copied."
     )
-    eos_token: str | None = option(None, "The token that ends a text, if not the tokenizer's.")
+    eos_token: str | None = option(None, "Token that ends a text. None: the tokenizer's.")
     pad_token: str | None = option(
-        None, "The token that fills padding, if not the tokenizer's; no result depends on it."
+        None, "Token that fills padding; no result depends on it. None: the tokenizer's."
     )
-    padding_free: bool = option(False, "Accepted: rows are never padded.")
-    use_liger_loss: bool = option(False, "Accepted: logits are never held as a whole.")
+    padding_free: bool = option(False, "No effect: rows are never padded.")
+    use_liger_loss: bool = option(False, "No effect: logits are never held as a whole.")
 
     def _problems(self) -> dict[str, Any]:
         return super()._problems() | {
@@ -121,15 +122,16 @@ class PreferenceConfig(ReferenceOptions, OfflineConfig):
     )
     truncation_mode: str = option(
         "keep_start",
-        "Which end is kept of a prompt with an answer longer than max_length.",
+        "Which end to keep of a prompt and answer longer than max_length.",
         choices=("keep_start", "keep_end"),
     )
-    use_logits_to_keep: bool = option(False, "Accepted: logits of prompts are never computed.")
+    use_logits_to_keep: bool = option(False, "No effect: logits of prompts are never computed.")
     precompute_ref_log_probs: bool = option(
-        False, "Score all answers with the reference beforehand, once; the result is kept on disk."
+        False,
+        "Score all answers with the reference once, before training; results are kept on disk.",
     )
     precompute_ref_batch_size: int | None = option(
-        None, "Prompts scored at once beforehand. None: per_device_train_batch_size.", ge=1
+        None, "Prompts scored at once before training. None: per_device_train_batch_size.", ge=1
     )
 
     def _problems(self) -> dict[str, Any]:

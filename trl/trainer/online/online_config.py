@@ -37,12 +37,12 @@ class OnlineConfig(GenerationOptions, ReferenceOptions, BaseConfig):
     remove_unused_columns: bool | None = option(
         False, "Keep only the prompt columns; reward functions then get no other column."
     )
-    dataloader_pin_memory: bool = option(False, "Pin memory; rows are text, so there is no need.")
+    dataloader_pin_memory: bool = option(False, "Pin memory; not needed, because rows are text.")
     # --- Batches ---
     num_generations: int | None = option(2, "Completions for each prompt (G).")
     num_generations_eval: int | None = option(None, "G in evaluation. None: num_generations.")
     generation_batch_size: int | None = option(
-        None, "Completions of one generation round over all ranks. None: from the batch sizes."
+        None, "Completions of one generation round, over all ranks. None: from the batch sizes."
     )
     steps_per_generation: int | None = option(
         None, "Micro-batches of a generation round. None: gradient_accumulation_steps.", ge=1
@@ -50,19 +50,19 @@ class OnlineConfig(GenerationOptions, ReferenceOptions, BaseConfig):
     num_iterations: int = option(1, "Passes of optimization over each generation round.", ge=1)
     shuffle_dataset: bool | None = option(True, "Shuffle the training prompts.")
     skip_zero_advantages: bool = option(
-        True, "Run no forward with gradient for completions whose gradient is exactly zero."
+        True, "Do not compute completions whose gradient is exactly zero."
     )
     reuse_sampling_logps: bool | None = option(
         None,
-        "Take the log-probabilities of the KL penalty from generation, if it was on-policy. None: "
-        "not in half precision, in which generation and scoring round differently.",
+        "Take the log-probabilities of the KL penalty from generation, if training is on-policy. "
+        "None: in float32 only; in half precision, generation and scoring round differently.",
     )
     max_prompt_length: int | None = option(
-        None, "Maximum length of a prompt in tokens. None: what the model can see.", ge=1
+        None, "Maximum length of a prompt in tokens. None: the context of the model.", ge=1
     )
     long_prompts: str = option(
         "error",
-        "What becomes of prompts that are too long; cut-left keeps their end.",
+        "What to do with prompts that are too long; cut-left keeps their end.",
         choices=("error", "drop", "cut-left"),
     )
     chat_template_kwargs: dict | str | None = option(None, "Arguments of the chat template (JSON).")
@@ -72,7 +72,7 @@ class OnlineConfig(GenerationOptions, ReferenceOptions, BaseConfig):
     )
     vllm_importance_sampling_mode: str = option(
         "sequence_mask",
-        "One ratio for each token or completion, cut at the bounds or masked beyond them.",
+        "A ratio for each token or completion; beyond the bounds it is truncated or masked.",
         choices=MODES,
     )
     vllm_importance_sampling_clip_max: float | None = option(
@@ -92,7 +92,7 @@ class OnlineConfig(GenerationOptions, ReferenceOptions, BaseConfig):
     epsilon: float = option(0.2, "Clip width of the probability ratio.", ge=0)
     epsilon_high: float | None = option(None, "Upper clip width. None: epsilon.", ge=0)
     mask_truncated_completions: bool = option(
-        False, "Leave completions cut at the token limit out of loss and baselines."
+        False, "Leave truncated completions out of the loss and of baselines."
     )
     # --- Rewards ---
     reward_weights: list[float] | None = option(None, "Weight of each reward function. None: 1.")
