@@ -80,6 +80,12 @@ def test_fillers_count_in_no_total():
     assert (totals.tokens, totals.rows, totals.groups, totals.first_tokens) == (3, 2, 1, 2)
     assert totals.all_rows == 4
     assert batch.exists.tolist() == [[True, True], [False, False]]
+    assert batch.row_mask.tolist() == [True, True, False, False]
+
+
+def test_a_batch_in_no_step_has_no_totals(batch):
+    with pytest.raises(ValueError, match="in no optimizer step: call `with_totals`"):
+        batch.totals  # noqa: B018
 
 
 def test_chunks_keep_the_totals_of_their_step(batch):

@@ -60,6 +60,7 @@ class Columns(TypedDict, total=False):
     old_logps: Tensor  # (B, C) under the weights that begin training on the batch
     ref_logps: Tensor  # (B, C) under the reference policy
     ref_answer_logps: Tensor  # (B,) sums over an answer's tokens, under the reference policy
+    mismatched_ratios: Tensor  # (B,) log-ratio of another example's answer, behind the same prompt
     log_mass: Tensor  # (B, C) log-probability of the tokens that the sampler's filters leave
     values: Tensor  # (B, C) before each token
     entropies: Tensor  # (B, C) of the next-token distributions, for credit
@@ -118,7 +119,7 @@ class Batch:
     columns: Columns = field(default_factory=Columns)
     mode: Mode = "train"
     keeps_groups: bool = False  # a chunk never divides a group, whose branches are compared
-    totals: Totals | None = None  # of the optimizer step, on all ranks; None: in no step yet
+    step_totals: Totals | None = None  # of the optimizer step, on all ranks; None: in no step yet
 
     @classmethod
     def of(
@@ -150,6 +151,13 @@ class Batch:
     def __len__(self) -> int:
         return len(self.loss_mask)
 
+    @property
+    def totals(self) -> Totals:
+        """What the losses of the optimizer step are divided by, on all ranks."""
+        if self.step_totals is None:
+            raise ValueError("The batch is in no optimizer step: call `with_totals`.")
+        return self.step_totals
+
     @cached_property
     def rows(self) -> Rows:
         """What a scorer reads: the branches of a prefix are next to each other."""
@@ -174,7 +182,13 @@ class Batch:
     @property
     def exists(self) -> Tensor:
         """Which branches there are, and not only as fillers: (G, K) bool."""
-        return self.by_group(self._on_device(self._row_is_real()))
+        return self.by_group(self.row_mask)
+
+    @property
+    def row_mask(self) -> Tensor:
+        """Which rows are of groups that are no fillers: (B,) bool."""
+        is_real = [not group.is_filler for group in self.groups for _ in group.branches]
+        return self._on_device(torch.tensor(is_real, dtype=torch.bool))
 
     @property
     def lengths(self) -> Tensor:
@@ -295,9 +309,6 @@ class Batch:
     def _items(self) -> Iterator[tuple[str, Tensor]]:
         yield from cast(dict[str, Tensor], self.columns).items()
 
-    def _row_is_real(self) -> Tensor:
-        return torch.tensor([not g.is_filler for g in self.groups for _ in g.branches])
-
     def _on_device(self, values: Tensor) -> Tensor:
         return values.to(self.loss_mask.device, non_blocking=True)
 
@@ -347,6 +358,6 @@ def with_totals(batches: Sequence[Batch], ranks: Ranks, share: float = 1.0) -> l
     step = Totals(*(sums * share).to(device).unbind())
     times = len(batches) * ranks.count * share
     return [
-        replace(batch, totals=replace(step, micro_batch_tokens=count.tokens * times))
+        replace(batch, step_totals=replace(step, micro_batch_tokens=count.tokens * times))
         for batch, count in zip(batches, counts, strict=True)
     ]

@@ -28,5 +28,6 @@ def test_an_algorithm_says_its_needs_and_its_loss_alone():
     scores = TokenScores(logps=torch.tensor([[-2.0, -5.0]]))
     terms = algorithm.loss(scores, step.batch, metrics)
     assert terms == {"nll": (torch.tensor(2.0), torch.tensor(1))}
+    assert not algorithm.predictions(scores, step.batch)
     assert algorithm.end_update(Ranks(), metrics) is False
     assert not algorithm.needs.old_logps and algorithm.needs.ratio is None

@@ -60,6 +60,10 @@ class Algorithm(Generic[Scores]):
         """Return the loss terms of a batch, which may be a chunk of a micro-batch."""
         raise NotImplementedError
 
+    def predictions(self, scores: Scores, batch: Batch) -> Mapping[str, Tensor]:
+        """Return values (G, K) of branches by name, which `predict` collects by dataset row."""
+        return {}
+
     def begin_update(self) -> None:
         """Forget what the chunks of an update left, since it begins, or begins again."""
 
