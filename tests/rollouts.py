@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from trl.models.packed_places import Packing
+from trl.models.packed_row import Packing
 from trl.types import Rollout, prefixes_of
 
 
@@ -36,8 +36,8 @@ def visible(packing: Packing, total: int) -> Tensor:
     """The mask (T, T) that a packing stands for in layers without a window: True is seen."""
     mask = torch.zeros(total, total, dtype=torch.bool)
     for group in packing.groups:
-        mask[group.tails, group.prefix] = True
+        mask[group.all_tails, group.prefix] = True
         mask[group.prefix, group.prefix] = True
-        for start, stop in group.cuts:
+        for start, stop in group.tails:
             mask[start:stop, start:stop] = True
     return mask.tril()

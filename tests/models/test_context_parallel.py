@@ -5,9 +5,14 @@ from rollouts import visible
 from tiny import in_double, tiny_model
 from transformers import Lfm2Config, Lfm2ForCausalLM, MistralConfig, MistralForCausalLM
 
-from trl.models.context_parallel import ContextParallel, SlicedPacking, _parts, check_divisible
-from trl.models.packed_attention import Rules
-from trl.models.packed_places import Packing, Window
+from trl.models.context_parallel import (
+    ContextParallel,
+    SlicedPacking,
+    _attention_calls,
+    check_divisible,
+)
+from trl.models.packed_attention import AttentionOptions
+from trl.models.packed_row import Packing, Window
 from trl.models.scorer import Scorer
 from trl.types import Rows
 
@@ -27,7 +32,7 @@ def test_ranks_see_together_what_the_row_sees(ranks):
     for rank in range(ranks):
         starts = [rank * length, (2 * ranks - 1 - rank) * length]
         tokens = [start + i for start in starts for i in range(length)]
-        for part in _parts(packing, starts, length):
+        for part in _attention_calls(packing, starts, length):
             queries = tokens[part.queries]
             keys = torch.arange(total)[part.keys]
             allowed = torch.ones(len(queries), len(keys), dtype=torch.int)
@@ -43,7 +48,7 @@ def test_ranks_see_together_what_the_row_sees(ranks):
 def test_windows_that_rows_outgrow_are_refused():
     places, states = SlicedPacking((), None, longest=9), torch.ones(1, 2, 3, 8)
     with pytest.raises(NotImplementedError, match="does not support attention windows"):
-        places.attend(states, (states, states), Rules(0, 1.0, Window(8)))
+        places.attend(states, (states, states), AttentionOptions(0, 1.0, Window(8)))
 
 
 def test_models_whose_rows_cannot_be_divided_are_refused():

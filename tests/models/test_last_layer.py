@@ -10,7 +10,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from trl.models import packed_layout as passes
 from trl.models.packed_layout import packed_layout
-from trl.models.packed_places import Packing
+from trl.models.packed_row import Packing
 from trl.models.scorer import Scorer
 
 PROMPTS = [[8, 9, 10], [8, 9, 10], [13, 14, 15, 16, 17], [20, 21]]
@@ -107,4 +107,4 @@ def test_what_others_predict_is_read_behind_an_empty_answer():
 def test_documents_are_read_whole():
     layout = packed_layout(batch([[], []], [[5, 6, 7], [8]]), torch.device("cpu"))
     packing = next(x for x in layout.inputs.values() if isinstance(x, Packing))
-    assert packing.read is None
+    assert packing.read_indices is None

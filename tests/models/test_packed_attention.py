@@ -15,21 +15,21 @@ from trl.models import packed_attention as shared_attention
 from trl.models.layout_check import precisions_to_check
 from trl.models.packed_attention import (
     KEYWORD,
+    AttentionOptions,
     Decoding,
-    Rules,
     checked_kernels,
     install,
     packed_attention,
 )
 from trl.models.packed_layout import packed_layout
-from trl.models.packed_places import Layers, Packing, Window
+from trl.models.packed_row import Packing, PrefixCache, Window
 from trl.models.scorer import Scorer
 from trl.ops.attention_kernels import Heads, Tiles, choose_kernel
 from trl.types import Rollout
 
 CPU = torch.device("cpu")
 SCALE = 0.3
-RULES = Rules(0, SCALE)
+RULES = AttentionOptions(0, SCALE)
 GROUPS = {
     "one": [(5, [3, 4])],
     "tails of all sizes": [(4, [0, 1, 2, 3, 4, 7, 8, 9, 16, 17])],
@@ -146,7 +146,7 @@ def compare(groups, rules, mask, value_size=8, sink=None, dtype=torch.float64):
     ]
     tensors += [] if sink is None else [sink]
     exact, ours = ([x.to(t).requires_grad_() for x in tensors] for t in (torch.float64, dtype))
-    expected = explicit(*exact[:3], mask, rules.cap, *exact[3:])
+    expected = explicit(*exact[:3], mask, rules.softcap, *exact[3:])
     packing = Packing.of(groups, "cpu")
     rules = replace(rules, sink=ours[3] if ours[3:] else None)
     found = packed_attention(ours[0], (ours[1], ours[2]), packing, rules)
@@ -160,7 +160,7 @@ def compare(groups, rules, mask, value_size=8, sink=None, dtype=torch.float64):
 @pytest.mark.parametrize("kind", LONG)
 def test_windows(kind, window):
     mask = windowed(LONG[kind], window)
-    rules = Rules(0, SCALE, window)
+    rules = AttentionOptions(0, SCALE, window)
     assert compare(LONG[kind], rules, mask) < 1e-12
     assert compare(LONG[kind], rules, mask, dtype=torch.float32) < 1e-5
 
@@ -168,7 +168,7 @@ def test_windows(kind, window):
 @pytest.mark.parametrize("wrong", [Window(15), Window(17), Window(16, True), None], ids=str)
 def test_a_wrong_window_is_seen(wrong):
     groups = LONG["prefix longer than the window"]
-    assert compare(groups, Rules(0, SCALE, wrong), windowed(groups, Window(16))) > 1e-2
+    assert compare(groups, AttentionOptions(0, SCALE, wrong), windowed(groups, Window(16))) > 1e-2
 
 
 @pytest.mark.parametrize("kind", ["no tails", "prefix longer than the window", "documents"])
@@ -179,7 +179,9 @@ def test_sinks_caps_and_values_of_another_size(monkeypatch, kind, cap, size):
     sink = torch.linspace(-1, 2, 4, dtype=torch.float64)
     for window in (None, Window(16)):
         mask = mask_of(LONG[kind]) if window is None else windowed(LONG[kind], window)
-        assert compare(LONG[kind], Rules(0, SCALE, window, cap), mask, size, sink) < 1e-12
+        assert (
+            compare(LONG[kind], AttentionOptions(0, SCALE, window, cap), mask, size, sink) < 1e-12
+        )
 
 
 @pytest.mark.parametrize("kind", ["tails of all sizes", "many groups"])
@@ -220,7 +222,7 @@ def test_strides_do_not_matter():
 
 
 def test_gradients_of_kept_prefixes_hold_no_more_than_the_prefixes():
-    kept, sizes = Layers(), []
+    kept, sizes = PrefixCache(), []
     prefix = [torch.randn(1, 2, 6, 8, requires_grad=True) * 1.0 for _ in range(2)]
     for part in prefix:
         part.register_hook(lambda grad: sizes.append(grad.untyped_storage().nbytes()))
@@ -256,7 +258,7 @@ def test_decoding_is_attention_to_prefix_and_own_tokens(heads, own):
     new = draw(6, heads[1], own), draw(6, heads[1], own)
     decoding = Decoding(groups, dict(enumerate(prefixes)))
     for layer in range(2):
-        found = decoding.attend(query, new, Rules(layer, SCALE))
+        found = decoding.attend(query, new, AttentionOptions(layer, SCALE))
         for row in range(6):
             key, value = prefixes[layer][next(i for i, g in enumerate(groups) if row < g.stop)]
             keys = torch.cat([key, new[0][row : row + 1]], 2)
@@ -278,7 +280,7 @@ def test_decoding_within_a_window(own, sink):
     decoding = Decoding((slice(0, 1), slice(1, 3)), {0: prefixes})
     query, key, value = draw(3, 4, 1, 8), draw(3, 2, own, 8), draw(3, 2, own, 6)
     held = slice(max(0, own - 5), own)
-    rules = Rules(0, SCALE, Window(5), sink=sink)
+    rules = AttentionOptions(0, SCALE, Window(5), sink=sink)
     mine = key[:, :, held], value[:, :, held]
     found = decoding.attend(query, mine, rules)
     for row, prefix in enumerate((prefixes[0], prefixes[1], prefixes[1])):

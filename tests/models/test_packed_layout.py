@@ -161,7 +161,7 @@ def test_plain_rows(groups, multiple):
             source = int(layout.sources[slot])
             assert source // ids.shape[1] == row
             assert source % ids.shape[1] == len(prompt) - 1 + place
-            assert source % ids.shape[1] >= width - layout.last
+            assert source % ids.shape[1] >= width - layout.logits_to_keep
 
 
 def test_an_example():
@@ -171,11 +171,11 @@ def test_an_example():
     assert layout.inputs["input_ids"].tolist() == [[5, 6, 1, 2, 3]]
     assert layout.inputs["position_ids"].tolist() == [[0, 1, 2, 3, 4]]
     packing = layout.inputs[KEYWORD]
-    assert [(g.prefix, g.tails) for g in packing.groups] == [(slice(0, 4), slice(4, 5))]
+    assert [(g.prefix, g.all_tails) for g in packing.groups] == [(slice(0, 4), slice(4, 5))]
     assert layout.sources.tolist() == [1, 2, 3, 3, 4]
     assert layout.targets.tolist() == [1, 2, 3, 7, 4]
-    assert layout.slots.tolist() == [0, 1, 2, 4, 0, 1, 3, 0, 1, 2]
-    assert layout.places.tolist() == [0, 1, 2, 3, 4, 5, 6, 12, 13, 14]
+    assert layout.predictions.tolist() == [0, 1, 2, 4, 0, 1, 3, 0, 1, 2]
+    assert layout.cells.tolist() == [0, 1, 2, 3, 4, 5, 6, 12, 13, 14]
     values = torch.arange(1.0, 6.0)
     assert layout.scatter(values).tolist() == [
         [1, 2, 3, 5],
@@ -382,4 +382,4 @@ def test_rows_with_other_media_do_not_share_a_prefix():
     rows = Rows(prefixes=prefixes, completion_ids=[[1, 2], [3, 4], [1, 2]], row_ids=range(3))
     packing = packed_layout(rows, torch.device("cpu")).inputs[KEYWORD]
     assert [group.prefix.stop - group.prefix.start for group in packing.groups] == [3, 4]
-    assert [len(group.cuts) for group in packing.groups] == [2, 0]
+    assert [len(group.tails) for group in packing.groups] == [2, 0]

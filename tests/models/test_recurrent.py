@@ -169,7 +169,10 @@ def jamba():
 
 @pytest.mark.parametrize(
     ("make", "words"),
-    [(forgetful, "do not continue from a given state"), (jamba, "are not told where prompts end")],
+    [
+        (forgetful, "do not continue from a given state"),
+        (jamba, "do not receive the packed layout"),
+    ],
 )
 def test_layers_that_do_not_go_on_take_plain_rows(make, words, log):
     model = make()

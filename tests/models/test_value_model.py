@@ -6,8 +6,7 @@ from torch import nn
 from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 
 from trl.models.packed_attention import KEYWORD
-from trl.models.scorer import Hidden, Scorer
-from trl.models.unwrap import Capture
+from trl.models.scorer import Scorer
 from trl.models.value_model import (
     ValueReader,
     add_value_model,
@@ -145,7 +144,7 @@ def test_policy_and_values_from_one_forward(shared, dtype, bounds):
     readers = [
         score.token_reader(model),
         ValueReader(model.value_head),
-        ValueReader(model.value_head, at_end=True),
+        ValueReader(model.value_head, at_last_token=True),
     ]
     score.read(model, rows, readers)  # with the check
     calls.clear()
@@ -164,7 +163,7 @@ def test_a_reward_model_scores_the_last_tokens(shared):
     config.num_labels, config.pad_token_id = 1, 0
     model = LlamaForSequenceClassification(config)
     score = scorer(shared_prefix=shared)
-    reader = ValueReader(model.score, at_end=True)
+    reader = ValueReader(model.score, at_last_token=True)
     ((found,),), _ = score.read(model, Rows.of(ROWS), [reader])
     ends = [
         model(torch.tensor([prompt + ids])).logits[0, 0] if prompt + ids else torch.zeros(())
@@ -179,7 +178,7 @@ def test_values_do_not_share_the_rounding_of_autocast():
     model = with_value_head(tiny_model(), bias=False)
     with torch.autocast("cpu", torch.bfloat16):
         ((found,),), _ = scorer().read(
-            model, Rows.of(ROWS[:1]), [ValueReader(model.value_head, at_end=True)]
+            model, Rows.of(ROWS[:1]), [ValueReader(model.value_head, at_last_token=True)]
         )
     _, _, ends = alone(model, model.value_head)
     assert found.dtype == torch.float32 and not torch.equal(found, found.bfloat16().float())
@@ -238,12 +237,6 @@ def test_rollouts_are_rows_too():
     ((values,),), _ = scorer().read(model, rollout_of(rows), readers)
     ((expected,),), _ = scorer().read(model, Rows.of(rows), readers)
     assert torch.equal(values, expected)
-
-
-def test_a_decoder_without_hidden_states_says_so():
-    hidden = Hidden(layout=None, capture=Capture())
-    with pytest.raises(RuntimeError, match="returned no hidden states"):
-        hidden.at(torch.tensor([0]))
 
 
 # --- Others behind the prompts of a forward ---

@@ -1,11 +1,12 @@
-"""Users' metrics that need logits, which are made for one row of an evaluation at a time."""
+"""Users' metrics that need logits, which are computed for one row of an evaluation at a time."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 from operator import itemgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -15,35 +16,47 @@ from ..data.rows import IGNORED, SupervisedRows
 from ..distributed import Ranks
 from ..torch_internals import tree_map
 from .lm_head import OutputHead
-from .scorer import Hidden, Reader
+from .readers import Hidden, Reader
 
-OTHERS = ("batch_eval_metrics", "include_for_metrics")
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+UNSUPPORTED_OPTIONS = ("batch_eval_metrics", "include_for_metrics")
+ComputeMetrics = Callable[[EvalPrediction], dict[str, Any]]
+PreprocessLogits = Callable[[Tensor, Tensor], Any]
 
 
 @dataclass(frozen=True)
 class LogitReader(Reader):
-    """Hands the logits of what is predicted in each row to a function, a row at a time."""
+    """Passes the logits of each row's predictions to a function, one row at a time."""
 
-    head: OutputHead | None  # None: the model's own logits are read, which takes plain rows
-    use: Callable[[int, Tensor, Tensor], None]  # row, its completion tokens (m,), logits (m, V)
+    head: OutputHead | None  # None: the model's own logits are read, which needs plain rows
+    # Called with the row, the columns (m,) of its predicted tokens, and their logits (m, V).
+    receive: Callable[[int, Tensor, Tensor], None]
 
     def __call__(self, hidden: Hidden) -> tuple[None]:
-        layout, head = hidden.layout, self.head
-        rows, columns = layout.places // layout.shape[1], layout.places % layout.shape[1]
-        entries = [(rows == row).nonzero()[:, 0] for row in range(layout.shape[0])]
+        """Pass the logits on; there is nothing to return."""
+        layout = hidden.layout
+        head = self.head
+        num_rows, width = layout.shape
+        rows = layout.cells // width
+        columns = layout.cells % width
+        cells_of_rows = [(rows == row).nonzero()[:, 0] for row in range(num_rows)]
         if head is None:
-            logits = torch.as_tensor(hidden.logits)
-            width = layout.inputs["input_ids"].shape[1]
-            first = width - logits.shape[1]
-            for row, mine in enumerate(entries):
-                at = layout.sources[layout.slots[mine]]
-                self.use(row, columns[mine], logits[at // width, at % width - first])
+            logits = hidden.last_logits()
+            input_width = layout.inputs["input_ids"].shape[1]
+            first = input_width - logits.shape[1]
+            for row, cells in enumerate(cells_of_rows):
+                sources = layout.sources[layout.predictions[cells]]
+                row_logits = logits[sources // input_width, sources % input_width - first]
+                self.receive(row, columns[cells], row_logits)
             return (None,)
 
         def read(states: Tensor, project: Callable[[Tensor], Tensor]) -> Tensor:
-            for row, mine in enumerate(entries):
-                own = states[layout.slots[mine]]
-                self.use(row, columns[mine], head.logits(own, hidden.capture.autocast, project))
+            for row, cells in enumerate(cells_of_rows):
+                row_states = states[layout.predictions[cells]]
+                row_logits = head.logits(row_states, hidden.capture.autocast, project)
+                self.receive(row, columns[cells], row_logits)
             return states
 
         head.where_whole(read, hidden.at(layout.sources))
@@ -51,60 +64,67 @@ class LogitReader(Reader):
 
 
 class LogitMetrics:
-    """Calls functions of users as `transformers.Trainer` does in an evaluation.
+    """Calls users' metric functions as `transformers.Trainer` does in an evaluation.
 
-    `preprocess` is given logits (1, T, V) and labels (1, T) of one row; those of a token predict
-    the next one, and what no trained token needs is 0. Labels are -100 where nothing is trained.
-    What it returns, or logits, are joined to the predictions (rows, T, ...) that `compute` is
-    given with labels (rows, T), both with -100 beyond the end of a row.
+    `preprocess` gets logits (1, T, V) and labels (1, T) of one row. The logits at a token predict
+    the next token; they are 0 where no target token needs them. Labels are -100 except at target
+    tokens. What `preprocess` returns (by default the logits) is joined to predictions
+    (rows, T, ...). `compute` gets these with labels (rows, T), both padded with -100.
     """
 
-    def __init__(self, args: Any, compute: Any, preprocess: Any):
+    def __init__(
+        self,
+        args: "TrainingArguments",
+        compute: ComputeMetrics | None,
+        preprocess: PreprocessLogits | None,
+    ):
         if compute is None:
             raise ValueError("preprocess_logits_for_metrics needs compute_metrics.")
-        others = {name: getattr(args, name, 0) for name in OTHERS} | {
-            "cp_size or sp_size": getattr(args, "ranks_per_row", 1) > 1
-        }
-        if found := [name for name, is_chosen in others.items() if is_chosen]:
-            raise ValueError(f"compute_metrics cannot be used with {found[0]}. Leave one out.")
-        self._compute: Callable[[EvalPrediction], dict[str, Any]] = compute
-        self._preprocess: Callable[[Tensor, Tensor], Any] | None = preprocess
-        self._rows: list[tuple[int, Any, Tensor]] = []  # of the evaluation that is running
+        options = [name for name in UNSUPPORTED_OPTIONS if vars(args).get(name)]
+        if getattr(args, "ranks_per_row", 1) > 1:
+            options.append("cp_size or sp_size")
+        if options:
+            raise ValueError(f"compute_metrics cannot be used with {options[0]}. Leave one out.")
+        self._compute = compute
+        self._preprocess = preprocess
+        # Of the evaluation that is running: (index in the dataset, predictions, labels).
+        self._rows: list[tuple[int, Any, Tensor]] = []
 
     def reader(self, head: OutputHead | None, rows: SupervisedRows) -> LogitReader:
-        """What takes the logits of a micro-batch."""
+        """Make a reader that collects the predictions of a micro-batch."""
 
-        def use(row: int, columns: Tensor, logits: Tensor) -> None:
+        def receive(row: int, columns: Tensor, logits: Tensor) -> None:
             document = rows.items[row]
             if not document.counts:
                 return
-            size, start = len(document.ids), len(document.prompt_ids)
-            whole = logits.new_zeros(1, size, logits.shape[1])
-            whole[0, start - 1 + columns] = logits
+            start = len(document.prompt_ids)
+            padded = logits.new_zeros(1, len(document.ids), logits.shape[1])
+            padded[0, start - 1 + columns] = logits
             labels = torch.tensor([document["labels"]], device=logits.device)
-            found = self._preprocess(whole, labels) if self._preprocess else whole
-            self._rows.append((document.source, tree_map(_on_host, found), labels[0].cpu()))
+            predictions = self._preprocess(padded, labels) if self._preprocess else padded
+            self._rows.append((document.source, tree_map(_on_host, predictions), labels[0].cpu()))
 
-        return LogitReader(head, use)
+        return LogitReader(head, receive)
 
     def begin(self) -> None:
-        """Forget the rows of an evaluation before, which may have been interrupted."""
+        """Drop the rows of an earlier evaluation, which may have been interrupted."""
         self._rows.clear()
 
     def result(self, ranks: Ranks) -> dict[str, Any]:
-        """Metrics of the rows of all ranks, in the order of the dataset."""
+        """Compute the metrics of the rows of all ranks, in the order of the dataset."""
         rows = sorted(chain(*ranks.gather_objects(self._rows)), key=itemgetter(0))
         self.begin()
         _, predictions, labels = zip(*rows, strict=True)
         return self._compute(EvalPrediction(tree_map(_joined, *predictions), _joined(*labels)))
 
 
-def _on_host(found: Tensor) -> Tensor:
-    values = found[0].detach().cpu()
+def _on_host(values: Tensor) -> Tensor:
+    values = values[0].detach().cpu()
     return values.float() if values.is_floating_point() else values
 
 
-def _joined(*rows: Tensor) -> Any:
+def _joined(*rows: Tensor) -> np.ndarray:
+    """Join the rows of an evaluation to one array, padded with -100."""
     if rows[0].ndim == 0:
         return torch.stack(rows).numpy()
     return pad_sequence(list(rows), batch_first=True, padding_value=IGNORED).numpy()

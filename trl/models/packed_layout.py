@@ -1,209 +1,233 @@
-"""What a model sees of rows: padded ones, or groups packed after one copy of their prompt.
+"""The inputs of a model: padded rows, or rows packed behind one copy of each prompt.
 
-A packed forward may take several passes: one over the prefixes, which keeps their keys and values,
-and some over tails that read them. All are parts of one graph. As layers are recomputed for one
-pass at a time, the working memory is that of the longest, whatever the number of completions.
+A packed forward may take several passes: one over the prefixes, which caches their keys and values,
+and some over tails, which read them. All passes belong to one autograd graph. With activation
+checkpointing, layers are recomputed for one pass at a time, so the working memory is that of the
+longest pass, whatever the number of completions.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import groupby, islice
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ..ops.masking import common_prefix_length, length_mask, pad_ragged
 from ..torch_internals import tree_map
 from ..types import Rows
-from .packed_attention import KEYWORD
-from .packed_places import Layers, Packing
+from .packed_attention import KEYWORD, AttentionLayout
+from .packed_row import Packing, PrefixCache, Tail
 from .patches import checkpointed_layers
 from .unwrap import Capture, autocast_to, capture_hidden, causal_model, evaluating
 
-# Tokens; below these, passes cost more time than they save memory.
+T = TypeVar("T")
+
+# Tokens. Shorter passes would cost more time than the memory they save is worth.
 SHORTEST_PASS = 2048
 SHORTEST_TAIL_PASS = 1024
-PREFILL_TOKENS = 4096  # of the prompts that are computed in one forward before decoding
+PREFILL_TOKENS = 4096  # prompt tokens in one forward before decoding
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Inputs of a model, and where the log-probability of each completion token comes from.
+    """Inputs of a model, and which hidden state predicts each completion token.
 
-    M is the number of distinct predictions; completions that begin alike share theirs. E is the
-    number of completion tokens that something predicts: all but the first tokens of documents.
+    M is the number of distinct predictions; completions with a common prefix share those of the
+    prefix. E is the number of completion tokens that are predicted: all but the first tokens of
+    documents.
     """
 
     inputs: dict[str, Any]
     shape: tuple[int, int]  # (B, C)
-    sources: Tensor  # (M,) places in the flattened hidden states that predict a token
-    targets: Tensor  # (M,) the tokens
-    slots: Tensor  # (E,) which of the M predictions a completion token is
-    places: Tensor  # (E,) where it is in the flattened (B, C)
-    ends: Tensor  # (e,) places of last tokens, of rows that have any and if they were asked for
-    rows: Tensor  # (e,) which rows those are
-    last: int = 1  # tokens at the end of plain rows of which some predict, and the very last
-    # Adds what other ranks found, where they divide the tokens of rows.
-    join: Callable[[Tensor], Tensor] = lambda found: found
+    sources: Tensor  # (M,) indices of the flattened hidden states that predict a token
+    targets: Tensor  # (M,) the predicted tokens
+    predictions: Tensor  # (E,) which of the M predictions belongs to a completion token
+    cells: Tensor  # (E,) index of that completion token in the flattened (B, C)
+    # (e,) indices of the hidden states of last tokens, of rows that have tokens; if requested.
+    ends: Tensor
+    rows: Tensor  # (e,) the rows of these
+    # For plain rows: all sources, and the last token, are among this many last tokens of a row.
+    logits_to_keep: int = 1
+    # Sums over the ranks that divide the tokens of a row among them.
+    sum_over_ranks: Callable[[Tensor], Tensor] = lambda values: values
 
     def scatter(self, values: Tensor) -> Tensor:
-        """Bring predictions (M,) to completions (B, C); 0 where nothing is predicted."""
-        # Padding is not read: the gradient of a place read so often would be a long serial sum.
+        """Scatter predictions (M,) to completion tokens (B, C); 0 where nothing is predicted."""
+        # Padding gathers no value: the gradient of one read so often would be a long serial sum.
         flat = values.new_zeros(self.shape[0] * self.shape[1])
-        return self.join(flat.index_copy(0, self.places, values[self.slots]).view(self.shape))
+        flat = flat.index_copy(0, self.cells, values[self.predictions])
+        return self.sum_over_ranks(flat.view(self.shape))
 
     def by_row(self, values: Tensor) -> Tensor:
-        """Bring what belongs to `ends` (e,) to the rows (B,); 0 for rows without any token."""
-        return self.join(values.new_zeros(self.shape[0]).index_copy(0, self.rows, values))
+        """Scatter values (e,) of last tokens to the rows (B,); 0 for rows without tokens."""
+        flat = values.new_zeros(self.shape[0]).index_copy(0, self.rows, values)
+        return self.sum_over_ranks(flat)
 
 
 def plain_layout(
     batch: Rows, pad_id: int, device: torch.device, multiple: int | None = None
 ) -> Layout:
-    """Pad each prompt and its completion on the right, where no token of a causal model looks.
+    """Pad each prompt with its completion on the right, where causal attention does not look.
 
     Padding is masked, so its value does not matter; the width becomes a multiple of `multiple`.
     """
     pairs = zip(batch.prefixes, batch.completion_ids, strict=True)
     rows = [[*prefix.ids, *completion] for prefix, completion in pairs]
-    # One column at least, so that rows of nothing make a valid input.
+    # At least one column, so that empty rows make a valid input.
     ids = pad_ragged(rows, pad_id, width=max([1, *map(len, rows)]), multiple=multiple)
     count, width = ids.shape
     inputs = {"input_ids": ids, "position_ids": torch.arange(width).expand(count, width)}
     exists = length_mask(torch.tensor(list(map(len, rows))), width)
-    if not exists.all():  # a mask without zeros says nothing of rows, but is taken at its word
+    if not exists.all():  # an all-ones mask is redundant, but would still disable fast paths
         inputs["attention_mask"] = exists.long()
     first = [max(0, len(prefix) - 1) for prefix in batch.prefixes]
-    places = [range(row * width + first[row], (row + 1) * width) for row in range(count)]
-    return _layout(inputs, batch, places, device, with_ends=True)
+    indices = [range(row * width + first[row], (row + 1) * width) for row in range(count)]
+    return _layout(inputs, batch, indices, device, with_ends=True)
 
 
 def packed_layout(
     batch: Rows, device: torch.device, with_ends: bool = False, shares_more: bool = True
 ) -> Layout:
-    """Lay all rows end to end, those of a prompt next to each other, and each prompt once.
+    """Lay all rows end to end, each prompt once and the completions of a prompt in sequence.
 
-    The beginning that all completions of a prompt share is computed once as well, unless
-    `shares_more` is False. The last token of a completion predicts nothing, so it is left out, or
-    else `with_ends` its place is known. Documents share nothing with each other.
+    The common prefix of all completions of a prompt is computed once as well, unless `shares_more`
+    is False. The last token of a completion predicts nothing, so it is left out unless `with_ends`
+    is set. Documents share nothing with each other.
     """
     groups = list(_groups(batch, with_ends, shares_more))
-    lengths = [(len(prefix), [*map(len, tails)]) for _, prefix, tails in groups]
-    packing = Packing.of(lengths, device, unread=[*map(itemgetter(0), groups)])
-    places = list[list[int]]()
-    for (*_, tails), group in zip(groups, packing.groups, strict=True):
-        known = range(group.prefix.start + group.unread, group.prefix.stop)
-        start = group.tails.start
-        for tail in tails:
-            places.append([*known, *range(start, start + len(tail))])
+    lengths = [(len(group.prefix), [*map(len, group.tails)]) for group in groups]
+    packing = Packing.of(lengths, device, unread=[group.unread for group in groups])
+    indices = list[list[int]]()  # of each row: the tokens that predict its completion
+    for group, packed_group in zip(groups, packing.groups, strict=True):
+        prefix = packed_group.prefix
+        shared = range(prefix.start + group.unread, prefix.stop)
+        start = packed_group.all_tails.start
+        for tail in group.tails:
+            indices.append([*shared, *range(start, start + len(tail))])
             start += len(tail)
-    runs = [(prefix, 0) for _, prefix, _ in groups]
-    runs += [(tail, len(prefix)) for _, prefix, tails in groups for tail in tails]
-    ids, positions = list[int](), list[int]()
-    for run, first in runs:
-        ids += run
-        positions += range(first, first + len(run))
-    # One token at least, as above.
-    row = torch.tensor([ids or [0]]), torch.tensor([positions or [0]])
-    return _layout(packed_inputs(*row, packing), batch, places, device, with_ends)
+    sequences = [(group.prefix, 0) for group in groups]
+    sequences += [(tail, len(group.prefix)) for group in groups for tail in group.tails]
+    ids = list[int]()
+    positions = list[int]()
+    for tokens, first in sequences:
+        ids += tokens
+        positions += range(first, first + len(tokens))
+    # At least one token, as in `plain_layout`.
+    inputs = packed_inputs(torch.tensor([ids or [0]]), torch.tensor([positions or [0]]), packing)
+    return _layout(inputs, batch, indices, device, with_ends)
 
 
-def _groups(
-    batch: Rows, with_ends: bool, shares_more: bool
-) -> Iterator[tuple[int, list[int], list[list[int]]]]:
-    """Tokens of each prompt but the last, prefix of its completions, and what they go on with."""
+class _TokenGroup(NamedTuple):
+    """The tokens of a group."""
+
+    unread: int  # tokens of the prompt that predict no completion token: all but the last
+    prefix: list[int]  # the prompt, and the common prefix of its completions
+    tails: list[list[int]]  # the rest of each completion
+
+
+def _groups(batch: Rows, with_ends: bool, shares_more: bool) -> Iterator[_TokenGroup]:
     pairs = zip(batch.prefixes, map(list, batch.completion_ids), strict=True)
     for prefix, rows in groupby(pairs, key=itemgetter(0)):
         prompt = list(prefix.ids)
         completions = [ids for _, ids in rows]
         starts = [ids[:-1] for ids in completions if ids] if prompt and shares_more else [[]]
-        # Between the first and the last in order lie all others.
-        first, last = min(starts, default=[]), max(starts, default=[])
+        # What the first and the last in lexicographic order share, all share.
+        first = min(starts, default=[])
+        last = max(starts, default=[])
         shared = common_prefix_length(first, last)
         stop = None if with_ends else -1
         tails = [ids[shared:stop] for ids in completions]
-        yield max(0, len(prompt) - 1), prompt + first[:shared], tails
+        yield _TokenGroup(max(0, len(prompt) - 1), prompt + first[:shared], tails)
 
 
 def _layout(
     inputs: dict[str, Any],
     batch: Rows,
-    places: Sequence[Sequence[int]],
+    indices: Sequence[Sequence[int]],
     device: torch.device,
     with_ends: bool,
 ) -> Layout:
-    """Lay out predictions; `places` of a row's tokens begin with the first one that predicts."""
+    """Make a layout, from the indices of each row's tokens from the first that predicts on."""
     sources, targets, cells, ends, rows = (list[int]() for _ in range(5))
     width = max(map(len, batch.completion_ids), default=0)
     for row, (prefix, ids) in enumerate(zip(batch.prefixes, batch.completion_ids, strict=True)):
         first = 0 if len(prefix) else 1  # nothing predicts the first token of a document
         count = max(0, len(ids) - first)
-        sources += places[row][:count]
+        sources += indices[row][:count]
         targets += ids[first:]
         cells += range(row * width + first, row * width + first + count)
         if with_ends and len(prefix) + len(ids):
             rows.append(row)
-            ends.append(places[row][count])
-    # One prediction at least, so that rows of nothing make a valid input. Those of the same token
-    # after the same place, of completions that begin alike, are one.
-    size = max(targets, default=0) + 1
-    pair = torch.tensor(sources or [0]) * size + torch.tensor(targets or [0])
-    pair, predictions = pair.unique(return_inverse=True)
+            ends.append(indices[row][count])
+    # At least one prediction, so that empty rows make a valid input. Equal pairs of source and
+    # target, of completions with a common prefix, are one prediction.
+    base = max(targets, default=0) + 1
+    pairs = torch.tensor(sources or [0]) * base + torch.tensor(targets or [0])
+    pairs, predictions = pairs.unique(return_inverse=True)
+    distinct_sources = pairs // base
     columns = inputs["input_ids"].shape[1]
-    found = {
-        "inputs": inputs,
-        "sources": pair // size,
-        "targets": pair % size,
-        "slots": predictions[: len(cells)],
-        "places": torch.tensor(cells, dtype=torch.long),
-        "ends": torch.tensor(ends, dtype=torch.long),
-        "rows": torch.tensor(rows, dtype=torch.long),
-    }
-    # Made in main memory, and read on the device alone, so that copies need not be waited for.
-    last = columns - int((found["sources"] % columns).min())
-    return Layout(shape=(len(batch), width), last=last, **tree_map(partial(_to, device), found))
+
+    # Made on the host and read on the device alone, so the host need not wait for the copies.
+    def move(value: T) -> T:
+        return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+
+    return Layout(
+        inputs=tree_map(move, inputs),
+        shape=(len(batch), width),
+        sources=move(distinct_sources),
+        targets=move(pairs % base),
+        predictions=move(predictions[: len(cells)]),
+        cells=move(torch.tensor(cells, dtype=torch.long)),
+        ends=move(torch.tensor(ends, dtype=torch.long)),
+        rows=move(torch.tensor(rows, dtype=torch.long)),
+        logits_to_keep=columns - int((distinct_sources % columns).min()),
+    )
 
 
-def _to(device: torch.device, value: Any) -> Any:
-    return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
-
-
-def packed_inputs(ids: Tensor, positions: Tensor, layout: Any) -> dict[str, Any]:
+def packed_inputs(
+    ids: Tensor, positions: Tensor, layout: AttentionLayout | Packing
+) -> dict[str, Any]:
     """Inputs of a model for tokens (R, S) whose attention follows a layout."""
     return {
         "input_ids": ids,
         "position_ids": positions,
-        # A mask of four dimensions is handed on as it is; the attention reads the layout instead.
+        # A 4-D mask is passed through unchanged; the attention reads the layout instead.
         "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device),
         KEYWORD: layout,
     }
 
 
 def wants_passes(model: nn.Module, layout: Layout) -> bool:
-    """Whether cutting saves memory: there are prefixes, tails, and layers that are not kept."""
-    packing, tokens = layout.inputs.get(KEYWORD), layout.inputs["input_ids"].shape[1]
+    """Whether passes over prefixes and tails save memory: layers keep nothing for the backward."""
+    packing = layout.inputs.get(KEYWORD)
+    tokens = layout.inputs["input_ids"].shape[1]
     if not isinstance(packing, Packing) or tokens <= SHORTEST_PASS:
         return False
-    causal, prefixes = causal_model(model), packing.groups[-1].prefix.stop
-    rest = min(tokens - prefixes, tokens // 2)
-    saves = recomputes(causal) and rest * working_bytes(causal) >= gradient_bytes(causal)
-    return 0 < prefixes < tokens and (saves or not torch.is_grad_enabled())
+    causal = causal_model(model)
+    prefix_tokens = packing.groups[-1].prefix.stop
+    saved_tokens = min(tokens - prefix_tokens, tokens // 2)
+    saves = recomputes(causal) and saved_tokens * working_bytes(causal) >= gradient_bytes(causal)
+    return 0 < prefix_tokens < tokens and (saves or not torch.is_grad_enabled())
 
 
-def gradient_bytes(causal: Any) -> int:
-    """Bytes of gradients from earlier micro-batches: passes sum theirs apart, and hold as much."""
-    # Those of the ends are added as they arise, and not apart.
+def gradient_bytes(causal: PreTrainedModel) -> int:
+    """Bytes of accumulated gradients, which is what passes need in addition.
+
+    Autograd sums the gradients of several passes apart before it adds them to `.grad`.
+    """
+    # Those of embedding and head are added in place as they arise.
     ends = (causal.get_input_embeddings(), causal.get_output_embeddings())
-    apart = {id(getattr(end, "weight", None)) for end in ends}
-    gradients = (p.grad for p in causal.parameters() if id(p) not in apart)
+    in_place = {id(getattr(end, "weight", None)) for end in ends}
+    gradients = (p.grad for p in causal.parameters() if id(p) not in in_place)
     return sum(gradient.nbytes for gradient in gradients if gradient is not None)
 
 
-def working_bytes(causal: Any) -> int:
-    """Bytes that a layer needs for a token, roughly: of its norms, attention and gated MLP."""
+def working_bytes(causal: PreTrainedModel) -> int:
+    """Estimate the bytes that a layer needs for a token: norms, attention and gated MLP."""
     config = causal.config.get_text_config()
     heads = config.num_attention_heads
     width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
@@ -211,72 +235,92 @@ def working_bytes(causal: Any) -> int:
     return 4 * (6 * config.hidden_size + 6 * width + 3 * inner)
 
 
-def recomputes(causal: Any) -> bool:
-    """Whether layers are recomputed, in the way that lets gradients reach captured tensors."""
+def recomputes(causal: PreTrainedModel) -> bool:
+    """Whether layers use non-reentrant checkpointing, where gradients reach captured tensors."""
     layers = [m for m in causal.modules() if getattr(m, "gradient_checkpointing", False)]
     options = dict(checkpointed_layers(causal))
     reentrant = any(options.get(layer, {}).get("use_reentrant") is not False for layer in layers)
     return bool(layers) and causal.training and not reentrant
 
 
-def run_passes(model: nn.Module, layout: Layout, run: Callable[..., Any], kept: Layers) -> Capture:
-    """Run a packed layout in passes, prefixes by `run`: hidden states (1, T, H) as of one forward.
+def run_passes(
+    model: nn.Module, layout: Layout, run: Callable[..., Any], cache: PrefixCache
+) -> Capture:
+    """Run a packed layout in passes; return its hidden states (1, T, H), as of one forward.
 
-    Keys and values must stay in `kept`, which is empty, until the backward pass is done.
+    `run` computes the prefixes. `cache` must be empty, and must live until the backward pass ends.
     """
     packing: Packing = layout.inputs[KEYWORD]
     prefixes = [group.prefix for group in packing.groups]
-    groups = tuple(replace(group, cuts=()) for group in packing.groups)
-    alone = Packing(groups, packing.device, kept)
+    groups_without_tails = tuple(replace(group, tails=()) for group in packing.groups)
+    prefix_packing = Packing(groups_without_tails, packing.device, cache)
     with capture_hidden(model) as capture:
-        run(**cut_inputs(layout, slice(0, prefixes[-1].stop), alone))
-    return _run_tails(model, layout, prefixes, capture, kept)
+        run(**slice_inputs(layout, slice(0, prefixes[-1].stop), prefix_packing))
+    return _run_tails(model, layout, prefixes, capture, cache)
 
 
 def _run_tails(
-    model: nn.Module, layout: Layout, prefixes: Sequence[slice], ahead: Capture, kept: Layers
+    model: nn.Module,
+    layout: Layout,
+    cached_prefixes: Sequence[slice],
+    prefix_states: Capture,
+    cache: PrefixCache,
 ) -> Capture:
-    """Hidden states of all that a layout has, of which prefixes are known, and kept at places."""
-    parts = [torch.as_tensor(ahead.hidden)]
-    pairs = zip(prefixes, layout.inputs[KEYWORD].groups, strict=True)
-    tails = [(prefix, *cut) for prefix, group in pairs for cut in group.cuts]
-    lengths, rest = [stop - start for _, start, stop in tails], iter(tails)
-    for count in tails_of_passes(lengths, parts[0].shape[1]):
-        at, packing = Packing.of_tails(list(islice(rest, count)), kept, layout.sources.device)
-        with autocast_to(layout.sources.device, ahead.autocast):
+    """Compute the tails of a layout; return the hidden states of its prefixes and tails.
+
+    `cached_prefixes` says where the prefixes of the groups are in the cache.
+    """
+    device = layout.sources.device
+    states = [prefix_states.states()]
+    pairs = zip(cached_prefixes, layout.inputs[KEYWORD].groups, strict=True)
+    tails = [Tail(prefix, *tail) for prefix, group in pairs for tail in group.tails]
+    remaining = iter(tails)
+    for count in tails_of_passes([tail.stop - tail.start for tail in tails], states[0].shape[1]):
+        tokens, packing = Packing.of_tails(list(islice(remaining, count)), cache, device)
+        with autocast_to(device, prefix_states.autocast):
             decoder = causal_model(model).base_model
-            parts.append(decoder(**cut_inputs(layout, at, packing), use_cache=False)[0])
-    return Capture(torch.cat(parts, 1), ahead.autocast)
+            states.append(decoder(**slice_inputs(layout, tokens, packing), use_cache=False)[0])
+    return Capture(torch.cat(states, 1), prefix_states.autocast)
 
 
-def run_behind(model: nn.Module, layout: Layout, ahead: Layout, capture: Capture) -> Capture:
-    """Hidden states (1, T, H) of completions after the prompts, in order, that `ahead` kept."""
-    groups, before = layout.inputs[KEYWORD].groups, ahead.inputs[KEYWORD]
+def run_on_cached_prompts(
+    model: nn.Module, layout: Layout, earlier: Layout, capture: Capture
+) -> Capture:
+    """Compute the hidden states (1, T, H) of a layout from the prompts cached by an earlier one.
+
+    Both have the same prompts in the same order; `capture` holds the states of the earlier layout.
+    """
+    earlier_packing: Packing = earlier.inputs[KEYWORD]
+    if earlier_packing.cache is None:
+        raise ValueError("The earlier layout has no cache.")
+    groups = layout.inputs[KEYWORD].groups
     prompts = [
-        slice(other.prefix.start, other.prefix.start + group.prefix.stop - group.prefix.start)
-        for group, other in zip(groups, before.groups, strict=True)
+        slice(cached.prefix.start, cached.prefix.start + group.prefix.stop - group.prefix.start)
+        for group, cached in zip(groups, earlier_packing.groups, strict=True)
     ]
-    states = torch.as_tensor(capture.hidden).detach()
-    known = Capture(torch.cat([states[:, prompt] for prompt in prompts], 1), capture.autocast)
+    states = capture.states().detach()
+    prompt_states = torch.cat([states[:, prompt] for prompt in prompts], 1)
+    prefix_states = Capture(prompt_states, capture.autocast)
     with evaluating(model):
-        return _run_tails(model, layout, prompts, known, before.kept)
+        return _run_tails(model, layout, prompts, prefix_states, earlier_packing.cache)
 
 
-def cut_inputs(layout: Layout, at: slice, attention: Packing) -> dict[str, Any]:
-    """Inputs of a model for some of the tokens of a packed layout."""
+def slice_inputs(layout: Layout, tokens: slice, packing: Packing) -> dict[str, Any]:
+    """Inputs of a model for some tokens of a packed layout, with a packing of their own."""
     ids: Tensor = layout.inputs["input_ids"]
-    return packed_inputs(ids[:, at], layout.inputs["position_ids"][:, at], attention)
+    return packed_inputs(ids[:, tokens], layout.inputs["position_ids"][:, tokens], packing)
 
 
 def tails_of_passes(lengths: Sequence[int], prefix: int) -> list[int]:
-    """How many tails of these lengths each pass computes."""
-    # Tails need more working memory a token than prefixes: those of unequal lengths are gathered.
+    """Return how many tails of these lengths each pass computes."""
+    # Tails need more working memory per token than prefixes, as they are gathered by length.
     return runs_within(max(SHORTEST_TAIL_PASS, prefix // 2), lengths)
 
 
 def runs_within(limit: int, lengths: Iterable[int]) -> list[int]:
-    """How many things of these lengths go into each run of as many as fit, and at least one."""
-    counts, total = list[int](), 0
+    """Divide a sequence of lengths into runs of at most `limit`, or of one; return their counts."""
+    counts = list[int]()
+    total = 0
     for length in lengths:
         if not counts or total + length > limit:
             counts.append(0)

@@ -1,8 +1,8 @@
-"""Layers that carry a state along a row: computed once for a prompt, and forked for its tails.
+"""Recurrent layers: run once over a shared prompt, then over its tails from the prompt's state.
 
-Such layers of transformers take their state from a cache and hand the last one back to it. Here
-they are called once for each prefix, and once for all tails of similar length, with caches that
-write nothing in place; so gradients flow from every tail into the prefix.
+In transformers such layers read their state from a cache and write the last one back. Here they are
+called once for each prefix, and once for all tails of similar length, with caches that write
+nothing in place. So gradients flow from every tail into the prefix.
 """
 
 import functools
@@ -17,24 +17,29 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from .packed_attention import KEYWORD, Decoding
-from .packed_places import Packing, States
+from .packed_row import Packing, States
+from .patches import wrap_class_forward
 from .unwrap import causal_model, mentions
 
+# Runs a layer on tokens (n, T, H) from given states: outputs (n, T, H), and the states behind them.
 Run = Callable[..., tuple[Tensor, States]]
 
 
-class Fork:
-    """What layers take for a cache of states (n, ...) of n rows: it knows the last ones."""
+class RecurrentStateCache:
+    """A cache that gives layers the states (n, ...) of n rows and holds the last ones they write.
+
+    It has the methods of transformers' caches that recurrent layers call.
+    """
 
     def __init__(self, states: States | None = None):
         self.states = dict(states or {})
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """True keeps one token from being computed by kernels that work in place."""
+        """Always True: layers then avoid the kernels that update the state of a token in place."""
         return True
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """The last inputs (n, W, size) of a convolution."""
+        """Return the last inputs (n, W, size) of a convolution."""
         return self.states.get(("inputs", layer_idx, state_idx))
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
@@ -43,66 +48,68 @@ class Fork:
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **options: Any
     ) -> Tensor:
-        """Append inputs; returns all that a convolution looks at."""
+        """Append inputs; return all inputs that the convolution reads."""
         size = options.get("conv_kernel_size") or conv_states.shape[-1]
-        known = self.get_conv_state(layer_idx, state_idx)
-        every = conv_states if known is None else torch.cat([known, conv_states], -1)
-        # Padding by less than nothing cuts, and copies, so the whole row is not kept alive.
-        self.states["inputs", layer_idx, state_idx] = pad(every, (size - every.shape[-1], 0))
-        return every
+        previous = self.get_conv_state(layer_idx, state_idx)
+        inputs = conv_states if previous is None else torch.cat([previous, conv_states], -1)
+        # Negative padding crops, and copies, so the whole row is not kept alive.
+        self.states["inputs", layer_idx, state_idx] = pad(inputs, (size - inputs.shape[-1], 0))
+        return inputs
 
     def update_recurrent_state(
-        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **ignored: Any
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **unused: object
     ) -> Tensor:
         self.states["state", layer_idx, state_idx] = recurrent_states
         return recurrent_states
 
 
 def recurrent_layers(model: nn.Module) -> list[nn.Module]:
-    """The modules of a model that ask a cache for a state."""
+    """Return the modules of a model that read states from a cache."""
     names = ("update_conv_state", "update_recurrent_state")
     modules = causal_model(model).modules()
     return [module for module in modules if mentions(module.__class__, *names)]
 
 
-# The layers that were given a layout, which are checked, too; None outside `all_forked`.
-_forked: ContextVar[set[nn.Module] | None] = ContextVar("forked", default=None)
+# The layers that received a layout, whose results are checked; None outside `checked_states`.
+_checked_layers: ContextVar[set[nn.Module] | None] = ContextVar("checked_layers", default=None)
 
 
 @contextmanager
-def all_forked(model: nn.Module) -> Iterator[None]:
-    """Let recurrent layers understand layouts, and check that all of them continue from states."""
+def checked_states(model: nn.Module) -> Iterator[None]:
+    """Let recurrent layers follow layouts, and check that all of them continue from states."""
     layers = recurrent_layers(model)
     for layer in layers:
-        kind: Any = type(layer)
-        if not hasattr(kind.forward, "trl_original"):
-            kind.forward = _aware(kind.forward)
-    forked = set[nn.Module]()
-    token = _forked.set(forked)
+        wrap_class_forward(layer, _follow_layouts)
+    checked = set[nn.Module]()
+    token = _checked_layers.set(checked)
     try:
         yield
     finally:
-        _forked.reset(token)
-    if len(forked) < len(layers):
-        raise RuntimeError("its recurrent layers are not told where prompts end")
+        _checked_layers.reset(token)
+    if len(checked) < len(layers):
+        raise RuntimeError("its recurrent layers do not receive the packed layout")
 
 
-def _check_state(run: Run, layout: Packing, hidden: Tensor, found: Tensor) -> None:
-    """Compare a tail with the result of computing it after its prefix, without a state."""
-    for group in layout.groups:
-        if layout.tails_alone or not group.cuts:
+def _check_state(run: Run, packing: Packing, hidden: Tensor, outputs: Tensor) -> None:
+    """Compare the last tail of each group with that of one run over prefix and tail."""
+    for group in packing.groups:
+        if packing.only_tails or not group.tails:
             continue
-        places = [*range(group.prefix.start, group.prefix.stop), *range(*group.cuts[-1])]
-        tail = slice(*group.cuts[-1])
-        whole = run(hidden[:, places])[0][:, group.prefix.stop - group.prefix.start :]
-        difference = (whole - found[:, tail]).float().norm() / whole.float().norm()
-        if not difference <= torch.finfo(found.dtype).eps ** 0.5:
+        tail = slice(*group.tails[-1])
+        prefix = range(group.prefix.start, group.prefix.stop)
+        indices = [*prefix, *range(tail.start, tail.stop)]
+        expected = run(hidden[:, indices])[0][:, len(prefix) :]
+        difference = (expected - outputs[:, tail]).float().norm() / expected.float().norm()
+        if not difference <= torch.finfo(outputs.dtype).eps ** 0.5:
             raise RuntimeError("its recurrent layers do not continue from a given state")
 
 
-def _aware(original: Any) -> Any:
-    names = inspect.signature(original).parameters
-    cache = next((n for n in ("cache_params", "past_key_values") if n in names), "cache")
+def _follow_layouts(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    if hasattr(original, "trl_original"):
+        return original
+    parameters = inspect.signature(original).parameters
+    names = [name for name in ("cache_params", "past_key_values") if name in parameters]
+    cache_name = names[0] if names else "cache"
 
     @functools.wraps(original)
     def forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -113,57 +120,63 @@ def _aware(original: Any) -> Any:
             raise NotImplementedError("Recurrent layers do not support this layout.")
 
         def run(tokens: Tensor, states: States | None = None) -> tuple[Tensor, States]:
-            fork = Fork(states)
-            found = original(self, tokens, **kwargs | {"attention_mask": None, cache: fork})
-            return found, fork.states
+            cache = RecurrentStateCache(states)
+            changes = {"attention_mask": None, cache_name: cache}
+            return original(self, tokens, **kwargs | changes), cache.states
 
-        found = _run_packed(run, layout, hidden_states, getattr(self, "layer_idx", id(self)))
-        forked = _forked.get()
-        if forked is not None:
-            forked.add(self)
-            _check_state(run, layout, hidden_states, found)
-        return found
+        outputs = _run_packed(run, layout, hidden_states, getattr(self, "layer_idx", id(self)))
+        checked = _checked_layers.get()
+        if checked is not None:
+            checked.add(self)
+            _check_state(run, layout, hidden_states, outputs)
+        return outputs
 
     forward.trl_original = original  # type: ignore[attr-defined]
     return forward
 
 
-def _run_packed(run: Run, layout: Packing, hidden: Tensor, layer: int) -> Tensor:
-    """Outputs (1, T, H) of a layer: prefixes one by one, then tails from the states after them."""
-    parts, places = list[Tensor](), list[Tensor]()
-    ends: dict[int, States] = {}  # behind prefixes, by where these begin
-    # Prefixes stand behind tails that are computed alone.
-    shift = hidden.shape[1] if layout.tails_alone else 0
-    kept = {} if layout.kept is None else layout.kept.states
-    for group in layout.with_prefix:
-        start, name = group.prefix.start, (layer, group.prefix.start - shift)
-        if layout.tails_alone:
-            ends[start] = kept[name]
+def _run_packed(run: Run, packing: Packing, hidden: Tensor, layer: int) -> Tensor:
+    """Outputs (1, T, H) of a layer: of prefixes one by one, then of tails from their end states."""
+    outputs: list[Tensor] = []
+    indices: list[Tensor] = []  # of the outputs in the row
+    end_states: dict[int, States] = {}  # after prefixes, by where these begin
+    # Without prefixes in the row, they lie behind it: see `Packing`.
+    shift = hidden.shape[1] if packing.only_tails else 0
+    cached_states = {} if packing.cache is None else packing.cache.states
+    for group in packing.groups_with_prefix:
+        start = group.prefix.start
+        key = (layer, start - shift)
+        if packing.only_tails:
+            end_states[start] = cached_states[key]
         else:
-            found, ends[start] = run(hidden[:, group.prefix])
-            kept.setdefault(name, ends[start])  # not again when this is recomputed
-            parts.append(found[0])
-            places.append(torch.arange(start, group.prefix.stop, device=hidden.device))
-    for part in layout.parts():
-        if part.places is None:
+            output, end_states[start] = run(hidden[:, group.prefix])
+            cached_states.setdefault(key, end_states[start])  # recomputing must not replace it
+            outputs.append(output[0])
+            indices.append(torch.arange(start, group.prefix.stop, device=hidden.device))
+    for call in packing.attention_calls():
+        if call.real_indices is None or isinstance(call.queries, slice):
             continue
-        tokens, width = hidden[0][part.queries], part.queries.shape[1]
-        if width == 1:  # one token alone is computed in another way, in place
+        tokens = hidden[0][call.queries]
+        width = call.queries.shape[1]
+        if width == 1:  # for a single token, layers would run their decoding step, in place
             tokens = tokens.expand(-1, 2, -1)
-        found, _ = run(tokens, _selected(ends, part.prefixes))
-        parts.append(found[:, :width].flatten(0, 1)[part.cells])
-        places.append(part.places)
-    outputs = torch.cat(parts)[None]
-    return outputs.new_zeros(hidden.shape).index_copy(1, torch.cat(places), outputs)
+        output, _ = run(tokens, _states_of(call.prefix_starts, end_states))
+        outputs.append(output[:, :width].flatten(0, 1)[call.real_entries])
+        indices.append(call.real_indices)
+    row = torch.cat(outputs)[None]
+    return row.new_zeros(hidden.shape).index_copy(1, torch.cat(indices), row)
 
 
-def _selected(ends: dict[int, States], owners: Sequence[int]) -> States | None:
-    """The states after the prefixes of some rows; rows without a prefix begin with zeros."""
-    known = {start: number for number, start in enumerate(ends)}
-    if known.keys().isdisjoint(owners):
+def _states_of(prefix_starts: Sequence[int], end_states: dict[int, States]) -> States | None:
+    """Stack the states after the given prefixes; zeros for rows without a prefix, None if all."""
+    number_of = {start: number for number, start in enumerate(end_states)}
+    if number_of.keys().isdisjoint(prefix_starts):
         return None
-    rows, found = torch.tensor([known.get(start, -1) for start in owners]), {}
-    for name, state in next(iter(ends.values())).items():
-        every = torch.cat([*(states[name] for states in ends.values()), torch.zeros_like(state)])
-        found[name] = every[rows.to(every.device, non_blocking=True)]
-    return found
+    rows = torch.tensor([number_of.get(start, -1) for start in prefix_starts])
+    stacked = {}
+    for name, state in next(iter(end_states.values())).items():
+        # The zeros come last, where the index -1 selects them.
+        choices = [states[name] for states in end_states.values()] + [torch.zeros_like(state)]
+        table = torch.cat(choices)
+        stacked[name] = table[rows.to(table.device, non_blocking=True)]
+    return stacked

@@ -31,23 +31,23 @@ class ValueReader(Reader):
     module: nn.Module  # a part of the model that is scored
     # (B,) at the last token of each row, 0 for rows without tokens; else (B, C), at the place
     # before each completion token, 0 beyond a completion's end.
-    at_end: bool = False
+    at_last_token: bool = False
     decoder: Any = None  # which reads the same tokens; None: that of the policy
     can_pack: bool = True
-    what = "values"
-    has_unit = False
+    quantity = "values"
+    compares_relatively = True
 
     def __call__(self, hidden: Hidden) -> tuple[Tensor]:
         """Read (values,)."""
         layout = hidden.layout
         if self.decoder is not None:
             hidden = Hidden(layout, Capture(self.decoder(**layout.inputs, use_cache=False)[0]))
-        states = hidden.at(layout.ends if self.at_end else layout.sources)
+        states = hidden.at(layout.ends if self.at_last_token else layout.sources)
         parameter = next(self.module.parameters(), states)
         with torch.autocast(states.device.type, enabled=False):
             values = self.module(states.to(parameter.dtype)).squeeze(-1)
         values = values.to(torch.promote_types(values.dtype, torch.float32))
-        return (layout.by_row(values) if self.at_end else layout.scatter(values),)
+        return (layout.by_row(values) if self.at_last_token else layout.scatter(values),)
 
 
 def add_value_model(policy: nn.Module, given: nn.Module | None, device: torch.device) -> None:

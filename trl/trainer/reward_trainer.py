@@ -75,7 +75,7 @@ class RewardTrainer(OfflineTrainer):
     def reader(self, model: nn.Module) -> Reader:
         """The layer of the score, at the last token of each row."""
         layer = score_layer(model)
-        return OwnForward() if layer is None else ValueReader(layer, at_end=True)
+        return OwnForward() if layer is None else ValueReader(layer, at_last_token=True)
 
     def score(self, model: nn.Module, rows: AnswerRows) -> Tensor:
         """Score prompts with their answers: (F,)."""

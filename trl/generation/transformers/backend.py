@@ -19,7 +19,7 @@ from transformers import (
 from transformers.utils import logging
 
 from ...distributed import Ranks
-from ...models.layout_check import LayoutCheck, disagreement
+from ...models.layout_check import LayoutCheck, Results, disagreement
 from ...models.lm_head import HeadFinder
 from ...models.unwrap import causal_model
 from ...ops.masking import pad_ragged
@@ -148,7 +148,7 @@ class TransformersBackend(GenerationBackend):
         self._synced_forward = (
             SyncedForward(self.ranks, self.device) if self.layers_in_lockstep else None
         )
-        self._check = LayoutCheck(self.shared_prefix, alone=True)
+        self._check = LayoutCheck(self.shared_prefix, per_rank=True)
         self._padded_rows: dict[type, str] = {}  # model class -> rows for one padded batch
 
     @torch.no_grad()
@@ -236,7 +236,7 @@ class TransformersBackend(GenerationBackend):
         batches = {ANY_ROWS: (short, prompt), EQUAL_LENGTHS: (short, short[::-1])}
         for supported_rows, prompts in batches.items():
             logps = self._first_logps(model, prompts)
-            if disagreement((logps, logps_alone, dtype)) is None:
+            if disagreement(Results(logps, logps_alone, dtype)) is None:
                 return supported_rows
         return ONE_ROW
 

@@ -21,8 +21,8 @@ from ...models.layout_check import Comparison, Results, coarsest, windows
 from ...models.lm_head import HeadFinder, OutputHead
 from ...models.packed_attention import Decoding
 from ...models.packed_layout import PREFILL_TOKENS, packed_inputs, runs_within
-from ...models.packed_places import Layers, Packing, States, Window
-from ...models.recurrent import Fork
+from ...models.packed_row import Packing, PrefixCache, States, Window
+from ...models.recurrent import RecurrentStateCache
 from ...models.scorer import TokenReader, read_plain_rows
 from ...models.unwrap import autocast_to, causal_model, current_autocast, evaluating
 from ...models.weights import working_precision
@@ -37,7 +37,7 @@ MIN_CAPACITY = 16  # tokens
 COMPARED_TOKENS = 4  # of each completion, when decoding is compared with plain rows
 
 
-class GrowingCache(Fork, Cache):
+class GrowingCache(RecurrentStateCache, Cache):
     """A key-value cache whose buffers double when they are full, so appending copies little."""
 
     def __init__(
@@ -47,7 +47,7 @@ class GrowingCache(Fork, Cache):
         states: States | None = None,  # of recurrent layers, for each row
     ) -> None:
         Cache.__init__(self, layers=[])
-        Fork.__init__(self, states)
+        RecurrentStateCache.__init__(self, states)
         # The number of tokens that a layer keeps, which a window bounds.
         self._max_lengths: dict[int, int] = defaultdict(lambda: max_length)
         for layer, window in (windows or {}).items():
@@ -240,7 +240,7 @@ class SharedPrefixDecoder:
 
     def _prefill_packed(self, prefixes: Sequence[Prefix]) -> None:
         """Compute prefixes in one packed row."""
-        layers = Layers()
+        layers = PrefixCache()
         packing = Packing.of([(len(prefix), []) for prefix in prefixes], self._device, layers)
         ids = self._tensor([[token for prefix in prefixes for token in prefix.ids]])
         positions = self._tensor([[i for prefix in prefixes for i in range(len(prefix))]])
@@ -258,7 +258,7 @@ class SharedPrefixDecoder:
             )
             start = stop
 
-    def _visible(self, layers: Layers, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    def _visible(self, layers: PrefixCache, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Return the keys and values of the prompt at `start` to `stop` that new tokens can see."""
         key, value = layers[layer]
         window = layers.windows[layer]
@@ -359,7 +359,7 @@ def decoding_comparison(
         rows = Rows.of([(prompt, completion) for completion in ids])
         plain = read_plain_rows(causal, TokenReader(head), rows, pad_id, autocast)
         packed = pad_ragged(logps, 0.0, dtype=plain.dtype).to(plain.device)
-        return packed, plain, coarsest(working_precision(causal), autocast)
+        return Results(packed, plain, coarsest(working_precision(causal), autocast))
 
     return Comparison(
         what="log-probabilities of decoding",
