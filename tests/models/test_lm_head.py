@@ -214,7 +214,7 @@ def test_running_out_of_memory_in_the_search_is_no_finding():
     finder = HeadFinder(1.0)
     with pytest.raises(torch.OutOfMemoryError):
         finder.find(Large(tiny_model().config))
-    assert not finder._known
+    assert not finder._transforms
 
 
 def test_a_model_of_the_same_class_is_not_probed_again():

@@ -22,7 +22,7 @@ from trl.models.packed_attention import (
     packed_attention,
 )
 from trl.models.packed_layout import packed_layout
-from trl.models.packed_row import Packing, PrefixCache, Window
+from trl.models.packed_row import Packing, PrefixCache, Tail, Window
 from trl.models.scorer import Scorer
 from trl.ops.attention_kernels import Heads, Tiles, choose_kernel
 from trl.types import Rollout
@@ -221,14 +221,14 @@ def test_strides_do_not_matter():
     assert all(error(one, other) < 1e-12 for one, other in zip(got, wanted, strict=True))
 
 
-def test_gradients_of_kept_prefixes_hold_no_more_than_the_prefixes():
-    kept, sizes = PrefixCache(), []
+def test_gradients_of_cached_prefixes_hold_no_more_than_the_prefixes():
+    cache, sizes = PrefixCache(), []
     prefix = [torch.randn(1, 2, 6, 8, requires_grad=True) * 1.0 for _ in range(2)]
     for part in prefix:
         part.register_hook(lambda grad: sizes.append(grad.untyped_storage().nbytes()))
-    kept[0] = tuple(prefix)
-    tails = [(slice(0, 6), 6, 46), (slice(0, 6), 46, 96)]
-    _, layout = Packing.of_tails(tails, kept, CPU)
+    cache[0] = tuple(prefix)
+    tails = [Tail(slice(0, 6), 6, 46), Tail(slice(0, 6), 46, 96)]
+    _, layout = Packing.of_tails(tails, cache, CPU)
     query, *own = (torch.randn(1, heads, 90, 8) for heads in (4, 2, 2))
     packed_attention(query, tuple(own), layout, RULES).sum().backward()
     assert sizes == [part.nbytes for part in prefix]

@@ -55,7 +55,7 @@ def test_its_own_attention_sees_the_layout(attention):
     for shared in (True, False):
         options = {"temperature": 1.0, "device": torch.device("cpu"), "shared_prefix": shared}
         scorer = Scorer(pad_id=0, **options)
-        found[shared] = scorer(policy, batch, values=value_reader(policy)).values
+        found[shared] = scorer(policy, batch, value_reader=value_reader(policy)).values
         assert value_reader(policy).can_pack
     assert (found[True] - found[False]).abs().max() < 1e-5
 

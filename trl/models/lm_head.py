@@ -3,14 +3,15 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 from torch.distributed.fsdp import FSDPModule
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from ..distributed import RankError
@@ -23,10 +24,11 @@ from ..torch_internals import forward_hooks
 from .sharded import is_sharded, unwrapped
 from .unwrap import autocast_to, called_inside, capture_hidden, causal_model, evaluating, run_inside
 
-Run = Callable[[Tensor], Tensor]
+Run = Callable[[Tensor], Tensor]  # hidden states (m, H) to products or logits (m, V)
+T = TypeVar("T")
 logger = logging.get_logger(__name__)
 
-PROBES = [[1, 2, 3, 4], [1, 2, 5, 6]]  # ids that begin alike
+PROBES = [[1, 2, 3, 4], [1, 2, 5, 6]]  # ids with a common prefix
 # Of the norm of logits, in single and in half precision; rounding is far below.
 LARGEST_CHANGE = 5e-3
 LARGEST_CHANGE_IN_HALF_PRECISION = 0.05
@@ -40,44 +42,49 @@ ROUNDINGS_IN_HALF_PRECISION = 4
 class OutputHead:
     """Log-probabilities from hidden states by the output projection of a model."""
 
-    # With an adapter, quantization or hooks it is called, otherwise its weight is read in tiles.
+    # It is called if it has an adapter, quantization or hooks; otherwise its weight is read in
+    # tiles.
     module: nn.Module
     transform: LogitTransform  # what the model does to the product, and the temperature
     vocabulary: int  # V
     chunk: int | None = None  # logits held at once; None: a measured default; 0: all at once
-    # The module is called once for all tokens, which makes its weight whole; hooks on it are those
-    # of the engine.
+    # Whether the weight is sharded. The module is then called once for all tokens, which gathers
+    # the weight; its hooks are those of the engine.
     sharded: bool = False
     in_place: bool = False  # see `Tiling`
 
     @property
     def is_plain(self) -> bool:
-        """Whether the weight alone says what the module computes."""
-        has_hooks = any(forward_hooks(self.module))
-        return self._kind in (nn.Linear, Float32Linear) and (self.sharded or not has_hooks)
+        """Whether the module computes the product with its weight, and nothing else."""
+        if self._layer_class not in (nn.Linear, Float32Linear):
+            return False
+        return self.sharded or not any(forward_hooks(self.module))
 
     @property
-    def _inner(self) -> Any:
+    def _inner(self) -> nn.Module:
         return unwrapped(self.module)
 
     @property
-    def _kind(self) -> type:
-        kind = type(self._inner)  # or what `fully_shard` has derived from it
-        return kind.__mro__[2] if issubclass(kind, FSDPModule) else kind
+    def _layer_class(self) -> type:
+        layer_class = type(self._inner)
+        if issubclass(layer_class, FSDPModule):  # `fully_shard` derives (FSDPModule, class) from it
+            return layer_class.__mro__[2]
+        return layer_class
 
-    def where_whole(self, read: Callable[[Tensor, Run], Any], hidden: Tensor) -> Any:
-        """Call `read` with hidden states, and what projects them, where the weight is whole."""
+    def where_whole(self, read: Callable[[Tensor, Run], T], hidden: Tensor) -> T:
+        """Call `read(hidden, project)` where the weight is whole; `project` applies the module."""
         if not self.sharded:
             return read(hidden, self.module)
-        # A weight in shards is so inside of a call of the module, which is made once.
-        inner, whole = self._inner, self._inner.forward
-        return called_inside(inner, lambda x: read(x, whole), lambda: self.module(hidden))
+        # A sharded weight is whole inside a call of the module, so `read` replaces its forward.
+        inner = self._inner
+        project = inner.forward
+        return called_inside(inner, lambda x: read(x, project), lambda: self.module(hidden))
 
     def logits(
         self, hidden: Tensor, autocast: torch.dtype | None, project: Run | None = None
     ) -> Tensor:
-        """Logits (M, V), in float32 at least, of hidden states (M, H); by `project` if given."""
-        if self._kind is nn.Linear and autocast is None:  # other modules convert by themselves
+        """Logits (M, V), in float32 at least, of hidden states (M, H); `project` or the module."""
+        if self._layer_class is nn.Linear and autocast is None:  # other modules cast themselves
             hidden = hidden.to(self._inner.weight.dtype)
         with autocast_to(hidden.device, autocast):
             products = (project or self.module)(hidden)
@@ -94,106 +101,119 @@ class OutputHead:
     ) -> Sequence[Tensor | None]:
         """Log-probabilities (M,) of ids (M,) after hidden states (M, H).
 
-        With entropies (M,) and which ids are likeliest (M,) if asked, and a statistic (M,) of the
-        logits if one is given.
+        Also returns, each (M,) or None: entropies, whether ids are the top prediction (both
+        `with_entropy`), and the statistic.
         """
         if self.chunk == 0:
             logits = self.logits(hidden, autocast)
-            extra = None if statistic is None else statistic.compute(logits.detach(), ids)
-            return *token_scores(logits, ids, with_entropy=with_entropy), extra
+            values = None if statistic is None else statistic.compute(logits.detach(), ids)
+            return *token_scores(logits, ids, with_entropy=with_entropy), values
         step = max(1, (self.chunk or default_chunk(hidden.device)) // self.vocabulary)
-        inner = self._inner
 
-        def read(hidden: Tensor, project: Run) -> tuple[Tensor | None, ...]:
+        def read(hidden: Tensor, project: Run) -> Sequence[Tensor | None]:
             run = partial(self.logits, autocast=autocast, project=project)
-            extra = None if statistic is None else _compute(statistic, run, hidden, ids, step)
+            values = None
+            if statistic is not None:
+                values = _chunked_statistic(statistic, run, hidden, ids, step)
             if self.is_plain:
-                weight, bias = inner.weight, inner.bias
-                dtype = torch.float32 if self._kind is Float32Linear else autocast or weight.dtype
-                in_place = self.in_place and not self.sharded
-                tiling = Tiling(self.transform, self.chunk, dtype, in_place)
-                scores = linear_log_probs(hidden, weight, ids, bias, tiling, with_entropy)
+                scores = self._tiled_log_probs(hidden, ids, autocast, with_entropy)
             else:
                 run = run if self.sharded else partial(run, project=summing_in_float32(self.module))
                 scores = chunked_log_probs(run, hidden, ids, step, with_entropy)
-            return *scores, extra
+            return *scores, values
 
         return self.where_whole(read, hidden)
 
+    def _tiled_log_probs(
+        self, hidden: Tensor, ids: Tensor, autocast: torch.dtype | None, with_entropy: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        weight = self._inner.weight
+        dtype = autocast or weight.dtype
+        if self._layer_class is Float32Linear:
+            dtype = torch.float32
+        tiling = Tiling(self.transform, self.chunk, dtype, self.in_place and not self.sharded)
+        return linear_log_probs(hidden, weight, ids, self._inner.bias, tiling, with_entropy)
+
 
 @torch.no_grad()
-def _compute(statistic: LogitStatistic, run: Run, hidden: Tensor, ids: Tensor, step: int) -> Tensor:
-    # Statistics read the whole vocabulary, so the work is cut by tokens, not into tiles.
+def _chunked_statistic(
+    statistic: LogitStatistic, run: Run, hidden: Tensor, ids: Tensor, step: int
+) -> Tensor:
+    # A statistic needs the whole vocabulary of a token, so chunks are of tokens.
     chunks = zip(hidden.split(step), ids.split(step), strict=True)
     return torch.cat([statistic.compute(run(states), targets) for states, targets in chunks])
 
 
-# --- Projections that must be called: adapters, quantized weights, hooks ---
+# --- Output projections that must be called: with adapters, quantized weights or hooks ---
 
 
 def chunked_log_probs(
     run: Run, hidden: Tensor, ids: Tensor, step: int, with_entropy: bool = False
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """As `linear_log_probs`, but from logits (m, V) that `run` makes, `step` tokens at a time.
+    """Like `linear_log_probs`, but with logits (m, V) that `run` computes, `step` tokens at a time.
 
-    They are computed again in the backward pass, with the same random numbers.
+    They are recomputed in the backward pass, with the same random numbers.
     """
 
-    def piece(hidden: Tensor, ids: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        # A weight that is cast once for all chunks would sum their gradients in what it is cast to.
+    def scores_of(hidden: Tensor, ids: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        # With autocast's cache, chunks would share one cast weight and sum gradients in its dtype.
         with torch.autocast(hidden.device.type, enabled=False, cache_enabled=False):
             return token_scores(run(hidden), ids, with_entropy=with_entropy)
 
-    pieces = zip(hidden.split(step), ids.split(step), strict=True)
-    found = [checkpoint(piece, *part, use_reentrant=False) for part in pieces]
-    logps, *others = zip(*found, strict=True)
-    entropies, hits = (torch.cat(x) if with_entropy else None for x in others)
-    return torch.cat(logps), entropies, hits
+    chunks = zip(hidden.split(step), ids.split(step), strict=True)
+    scores = [checkpoint(scores_of, *chunk, use_reentrant=False) for chunk in chunks]
+    logps, entropies, hits = zip(*scores, strict=True)
+    if not with_entropy:
+        return torch.cat(logps), None, None
+    return torch.cat(logps), torch.cat(entropies), torch.cat(hits)
 
 
 def summing_in_float32(module: nn.Module) -> Run:
-    """A way to call `module` that adds gradients of several calls in float32, and rounds once."""
-    # Autograd adds in the precision of parameters: in bfloat16, 160 chunks are 3 % off.
-    halves = {
-        name: (parameter.detach(), _Sum.apply(parameter))
+    """Return a call of `module` that sums gradients over several calls in float32, rounded once."""
+    # Autograd sums in the dtype of the parameter: in bfloat16, 160 chunks are 3 % off.
+    sums = {
+        name: (parameter.detach(), _GradientSum.apply(parameter))
         for name, parameter in module.named_parameters()
         if parameter.requires_grad and torch.finfo(parameter.dtype).bits < 32
     }
 
     def call(hidden: Tensor) -> Tensor:
-        used = {name: _Use.apply(*pair) for name, pair in halves.items()}
-        return functional_call(module, used, (hidden,))
+        parameters = {name: _UseParameter.apply(*pair) for name, pair in sums.items()}
+        return functional_call(module, parameters, (hidden,))
 
-    return call if halves else module
+    return call if sums else module
 
 
-class _Sum(torch.autograd.Function):
-    """Where gradients of a parameter are added: of its shape in float32, without taking memory."""
+class _GradientSum(torch.autograd.Function):
+    """A node at which autograd sums gradients of a parameter in float32.
+
+    Its output has the parameter's shape, but takes no memory; nothing reads its values.
+    """
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor) -> Tensor:
+    def forward(ctx: FunctionCtx, parameter: Tensor) -> Tensor:
         ctx.dtype = parameter.dtype
         return parameter.new_zeros((), dtype=torch.float32).expand_as(parameter)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx: FunctionCtx, grad: Tensor) -> Tensor:
         return grad.to(ctx.dtype)
 
 
-class _Use(torch.autograd.Function):
-    """A parameter whose gradient goes to its sum."""
+class _UseParameter(torch.autograd.Function):
+    """One use of a parameter; its gradient goes to the sum instead."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, total: Tensor) -> Tensor:
+    def forward(ctx: FunctionCtx, parameter: Tensor, gradient_sum: Tensor) -> Tensor:
         return parameter.view_as(parameter)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[None, Tensor]:
         return None, grad.float()
 
 
 class Float32Linear(nn.Linear):
-    """A linear layer that computes in float32 even inside autocast; shares the weights of another.
+    """A linear layer that computes in float32 even inside autocast, with the weights of another.
 
     Args:
         linear: the layer whose weight (V, H), and bias (V,) if it has one, become float32.
@@ -236,15 +256,15 @@ def cast_head_to_float32(model: PreTrainedModel) -> None:
 
 
 class NotCausalError(ValueError):
-    """Tokens of a model see those that follow them, which they are to predict."""
+    """Tokens of a model see the tokens after them, which they should predict."""
 
 
 def refuse_encoder(model: nn.Module) -> None:
-    """Raise a `NotCausalError` if none of the attention of a model is causal, as in BERT.
+    """Raise a `NotCausalError` if no attention layer of a model is causal, as in BERT.
 
-    Where no layer says that it is, the logits of a few tokens decide, with a lower bound if a
-    layer says that it is not. Models whose weights are sharded already are left to the same check
-    before their first step.
+    If no layer declares `is_causal`, the logits of a few tokens decide; the bound is lower if some
+    layer declares that it is not causal. A model that is already sharded is not checked here:
+    `HeadFinder` does so before the first step.
     """
     causal = causal_model(model)
     modules = [module for module in causal.modules() if hasattr(module, "is_causal")]
@@ -259,19 +279,19 @@ def refuse_encoder(model: nn.Module) -> None:
             _check_causal(causal, causal(input_ids=ids, use_cache=False).logits, bound)
     except NotCausalError:
         raise
-    except Exception:  # whatever a model that nobody has seen before may raise
+    except Exception:  # an unknown model may raise anything
         return
 
 
 def _check_causal(causal: nn.Module, logits: Tensor, bound: float = LARGEST_CHANGE) -> None:
-    """Compare the logits (2, T, V) of `PROBES` where nothing in front of them differs.
+    """Raise if the logits (2, T, V) of `PROBES` differ at the last token of their common prefix.
 
-    `bound` is the largest change, as a share of their norm, in single precision.
+    `bound` is the largest change in single precision, relative to the norm of the logits.
     """
     if torch.finfo(logits.dtype).bits <= 16:
         bound = LARGEST_CHANGE_IN_HALF_PRECISION
-    one, other = logits[:, 1].float()
-    if (one - other).norm() > bound * one.norm():
+    first, second = logits[:, 1].float()
+    if (first - second).norm() > bound * first.norm():
         raise NotCausalError(
             f"{type(causal).__name__} is not causal: what follows a token changes the logits at "
             "that token, so it would see what it is to predict. Encoders cannot be trained here; "
@@ -282,28 +302,40 @@ def _check_causal(causal: nn.Module, logits: Tensor, bound: float = LARGEST_CHAN
 
 @dataclass
 class HeadFinder:
-    """Finds out what a model does to its logits, by trying what its configuration suggests."""
+    """Finds the output head of a model, and which transform it applies to its logits.
+
+    It tries the transforms that the configuration suggests, once for each class of models.
+    """
 
     temperature: float  # divides the logits
-    chunk: int | None = None  # of the head that is found, as `in_place`
-    in_place: bool = False
-    _known: dict[type, LogitTransform | None] = field(default_factory=dict)
+    chunk: int | None = None  # of the head, see `OutputHead`
+    in_place: bool = False  # of the head, see `OutputHead`
+    _transforms: dict[type, LogitTransform | None] = field(default_factory=dict)
 
     def find(self, model: nn.Module) -> OutputHead | None:
-        """Return the head of a causal model, or None with a warning; else a `NotCausalError`."""
+        """Return the head of a causal model, or None, with a warning, if its logits are unknown.
+
+        Raises a `NotCausalError` if the model is not causal.
+        """
         causal = causal_model(model)
-        kind = type(causal)
-        if kind not in self._known:
-            self._known[kind] = self._search(model, causal)
-        transform = self._known[kind]
+        model_class = type(causal)
+        if model_class not in self._transforms:
+            self._transforms[model_class] = self._search(model, causal)
+        transform = self._transforms[model_class]
         if transform is None:
             return None
-        module, size = causal.get_output_embeddings(), causal.config.get_text_config().vocab_size
-        return OutputHead(module, transform, size, self.chunk, is_sharded(model), self.in_place)
+        return OutputHead(
+            module=causal.get_output_embeddings(),
+            transform=transform,
+            vocabulary=causal.config.get_text_config().vocab_size,
+            chunk=self.chunk,
+            sharded=is_sharded(model),
+            in_place=self.in_place,
+        )
 
     @torch.no_grad()
-    def _search(self, model: nn.Module, causal: Any) -> LogitTransform | None:
-        """Compare the logits of a few tokens with what each candidate makes of their products."""
+    def _search(self, model: nn.Module, causal: PreTrainedModel) -> LogitTransform | None:
+        """Return the transform that reproduces the model's logits of a few tokens."""
         reason = "its logits cannot be reproduced from its last hidden states"
         try:
             module = causal.get_output_embeddings()
@@ -312,7 +344,7 @@ class HeadFinder:
                 for transform in candidate_transforms(causal.config, self.temperature):
                     if _agree(transform.forward(products.clone()) * self.temperature, logits):
                         return transform
-        # Whatever a model that nobody has seen before may raise: it can be scored all the same.
+        # An unknown model may raise anything; it can be scored without a head.
         except Exception as error:
             if isinstance(error, RankError | NotCausalError) or is_out_of_memory(error):
                 raise
@@ -325,8 +357,8 @@ class HeadFinder:
         return None
 
 
-def candidate_transforms(config: Any, temperature: float) -> Iterator[LogitTransform]:
-    """Transforms that a configuration may mean, the most likely one first."""
+def candidate_transforms(config: PretrainedConfig, temperature: float) -> Iterator[LogitTransform]:
+    """Yield the transforms that a configuration may mean, the most likely first."""
     text = config.get_text_config()
     softcap = getattr(text, "final_logit_softcapping", None)
     scales = [getattr(text, "logit_scale", None), getattr(text, "lm_head_multiplier", None)]
@@ -337,35 +369,38 @@ def candidate_transforms(config: Any, temperature: float) -> Iterator[LogitTrans
 
 
 def _sample(model: nn.Module, module: nn.Module) -> tuple[Tensor, Tensor]:
-    """What the projection made of a few tokens (T, V), and the model's logits of them (T, V)."""
+    """Run `PROBES`: what the output projection returned (T, V), and the model's logits (T, V)."""
     causal = causal_model(model)
     device = next(causal.parameters()).device
     inputs = {"input_ids": torch.tensor(PROBES, device=device)}
-    seen: list[tuple[Tensor, Tensor]] = []
+    projections: list[tuple[Tensor, Tensor]] = []  # (hidden states, products)
 
-    # Before the model goes on, so that half precision hides nothing.
-    def widen(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        seen.append((args[0], output.to(torch.promote_types(output.dtype, torch.float32))))
-        return seen[-1][1].clone()
+    # The model then computes its logits in float32, where half precision would hide errors.
+    def record_in_float32(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        products = output.to(torch.promote_types(output.dtype, torch.float32))
+        projections.append((args[0], products))
+        return products.clone()
 
-    def work(*_: Any) -> tuple[Tensor, Tensor]:
+    def work(*_: object) -> tuple[Tensor, Tensor]:
         with torch.autocast(device.type, enabled=False), capture_hidden(causal) as capture:
-            # The class's own forward: an instance may be wrapped to autocast.
+            # The forward of the class: that of the instance may be wrapped in autocast.
             logits = type(causal).forward(causal, **inputs, use_cache=False).logits
         _check_causal(causal, logits)
         if capture.hidden is None:
             raise RuntimeError("its decoder returned no hidden states")
         return logits, capture.hidden
 
-    with module.register_forward_hook(widen), evaluating(model):
+    with module.register_forward_hook(record_in_float32), evaluating(model):
         logits, hidden = run_inside(model, inputs, work) if is_sharded(model) else work()
-    if len(seen) != 1 or not torch.equal(seen[0][0], hidden.to(seen[0][0].dtype)):
-        raise RuntimeError("it projects something other than its last hidden states")
-    return seen[0][1].flatten(0, 1), logits.flatten(0, 1)
+    if len(projections) == 1:
+        projected, products = projections[0]
+        if torch.equal(projected, hidden.to(projected.dtype)):
+            return products.flatten(0, 1), logits.flatten(0, 1)
+    raise RuntimeError("it projects something other than its last hidden states")
 
 
 def _agree(ours: Tensor, theirs: Tensor) -> bool:
-    """Whether logits differ by rounding alone; a model may have rounded its own once more."""
+    """Whether logits differ only by rounding; the model may have rounded its own once more."""
     errors = ROUNDINGS if torch.finfo(theirs.dtype).bits > 16 else ROUNDINGS_IN_HALF_PRECISION
     bound = errors * torch.finfo(theirs.dtype).eps * theirs.abs().amax().clamp(min=1e-3)
     return bool((ours - theirs.to(ours.dtype)).abs().amax() <= bound)

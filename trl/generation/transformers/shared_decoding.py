@@ -258,7 +258,9 @@ class SharedPrefixDecoder:
             )
             start = stop
 
-    def _visible(self, layers: PrefixCache, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    def _visible(
+        self, layers: PrefixCache, layer: int, start: int, stop: int
+    ) -> tuple[Tensor, Tensor]:
         """Return the keys and values of the prompt at `start` to `stop` that new tokens can see."""
         key, value = layers[layer]
         window = layers.windows[layer]
@@ -362,7 +364,7 @@ def decoding_comparison(
         return Results(packed, plain, coarsest(working_precision(causal), autocast))
 
     return Comparison(
-        what="log-probabilities of decoding",
+        quantity="log-probabilities of decoding",
         length=len(prompt),
         longest=max(max_length, len(prompt)),
         autocast=partial(current_autocast, device),
