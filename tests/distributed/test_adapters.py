@@ -31,8 +31,8 @@ ADAPTERS = ["lora", "qlora"]
 EXACT = 5e-6  # for 8 bits too: on a CPU bitsandbytes rounds nothing in training mode
 # Engines with whole weights change nothing in a layer; here they are shown with some adapters.
 WORKING = [(e, c) for e in DIVIDING for c in NEW] + [("zero3", "8-bit")]
-ELSEWHERE = "FSDP1 divides the copy of an adapter in another way than the adapter"
-FLOATING = "FSDP1 divides floating-point weights only"
+ELSEWHERE = "FSDP1 shards the copy of an adapter differently than the adapter"
+FLOATING = "FSDP1 shards floating-point weights only"
 FOLLOWED = [(e, c) for e in ENGINES if e != "fsdp1" for c in BROUGHT]
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]

@@ -92,7 +92,7 @@ def test_an_adapter_is_not_restored_under_fsdp1(on_two):
     engine="fsdp1",
     saving=[*EVERY, REUSED, "resume", f"{GATHERED}=true", f"{GATHERED}=false"],
     adapter="qlora",
-    refused="FSDP1 divides floating-point weights only",
+    refused="FSDP1 shards floating-point weights only",
 )
 def test_quantized_weights_are_not_divided_by_fsdp1(on_two):
     for message in on_two["fsdp1", "qlora"].values():
