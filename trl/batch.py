@@ -361,3 +361,10 @@ def with_totals(batches: Sequence[Batch], ranks: Ranks, share: float = 1.0) -> l
         replace(batch, step_totals=replace(step, micro_batch_tokens=count.tokens * times))
         for batch, count in zip(batches, counts, strict=True)
     ]
+
+
+def step_totals(batch: Batch) -> Totals:
+    """The totals of the optimizer step that a batch is a part of."""
+    if batch.totals is None:
+        raise ValueError("The batch is in no optimizer step yet, so its loss has no denominators.")
+    return batch.totals

@@ -139,6 +139,14 @@ class Rows:
             previous = prefix
         return tokens
 
+    def tokens_per_unit(self) -> list[int]:
+        """Tokens of each row, see `unit_tokens`."""
+        return self.unit_tokens()
+
+    def select_units(self, units: range) -> Self:
+        """Return consecutive rows."""
+        return self if len(units) == len(self) else self.select(units)
+
     def select(self, index: Sequence[int]) -> Self:
         """Return the given rows, with (B, C) fields cut to the longest completion left."""
         width = max((len(self.completion_ids[i]) for i in index), default=0)

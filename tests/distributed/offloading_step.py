@@ -34,7 +34,7 @@ def run(cell: str, folder: Path, rows: int, offloads: bool, **changes: Any) -> d
     )
     moved = Counter[tuple[int, ...]]()
     if offloads:
-        offloading = trainer.phases._offloading
+        offloading = trainer.runner._offloading
         move = offloading._to_host
 
         def counted(tensor: Any) -> Any:

@@ -123,6 +123,14 @@ class AnswerRows:
         """Tokens of what is never cut: of each prompt with its answers."""
         return [item.tokens() for item in self.items]
 
+    def tokens_per_unit(self) -> list[int]:
+        """Tokens of what is never cut, see `unit_tokens`."""
+        return self.unit_tokens()
+
+    def select_units(self, units: range) -> Self:
+        """Return consecutive items."""
+        return self if len(units) == len(self) else self.select(units)
+
     def tokens(self) -> int:
         """Tokens of the items that count, prompts once."""
         return sum(item.tokens() for item in self.items if item.counts)

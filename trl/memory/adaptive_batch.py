@@ -51,64 +51,57 @@ class AdaptiveBatch:
         self.unit = 1
         self.failures = 0
 
-    def run(
-        self,
-        total: int,
-        work: Callable[[range], T],
-        most: int | None = None,
-        reset: Callable[[], None] | None = None,
-        start: int = 0,
-    ) -> list[T]:
+    def run(self, total: int, work: Callable[[range], T], most: int | None = None) -> list[T]:
         """Work on all rows, at most `size` at once, and `most` in this call.
 
         `work` does some consecutive rows, and after a failure goes on from those that failed. If a
-        failure leaves something behind, such as partly added gradients, `reset` undoes everything,
-        including the rows before `start`, which earlier calls did, and work begins again at row 0.
-        If a row does not fit alone, a `RowTooLargeError` is raised.
+        row does not fit alone, a `RowTooLargeError` is raised.
         """
         results: list[T] = []
-        random = TorchRngState()
+        start = 0
         while start < total:
+            random = TorchRngState()
             size = min(total, self.size or total, most or total)
-            rows = range(total)[start : start + size]
-            if self._attempt(rows, work, results):
+            rows = range(start, min(start + size, total))
+            try:
+                results.append(work(rows))
                 start = rows.stop
-                random = random if reset else TorchRngState()
                 continue
-            random.restore()  # before `reset`, which may know of an earlier point
-            if reset is not None:
-                results.clear()
-                start = 0
-                reset()
-            gc.collect()
-            if torch.cuda.is_initialized():
-                torch.cuda.empty_cache()
+            except Exception as error:
+                self.shrink(error, rows)
+            random.restore()
+            free_memory()
         return results
 
-    def _attempt(self, rows: range, work: Callable[[range], T], results: list[T]) -> bool:
-        """Add what `work` returns to `results`; False if it ran out of memory."""
-        try:
-            results.append(work(rows))
-            return True
-        except Exception as error:
-            if self.disabled or not is_out_of_memory(error):
-                raise
-            drop_frames(error)
-            self.failures += 1
-            if len(rows) <= self.unit:
-                rest = "" if self.unit == 1 else f" and the next {self.unit - 1}, kept together"
-                raise RowTooLargeError(
-                    f"Out of memory in {self.phase} with only row {rows.start}{rest}, so "
-                    f"{self.option}=1 does not help. What may help: {self._advice}. The "
-                    f"allocator's message: {error}"
-                ) from error
+    def shrink(self, error: Exception, rows: range) -> None:
+        """Halve the size after an error of the work on `rows`; raise what no smaller size helps.
+
+        That is any error but one of memory, and a `RowTooLargeError` where there was one row.
+        """
+        if self.disabled or not is_out_of_memory(error):
+            raise error
+        drop_frames(error)
+        self.failures += 1
+        if len(rows) <= self.unit:
+            rest = "" if self.unit == 1 else f" and the next {self.unit - 1}, kept together"
+            raise RowTooLargeError(
+                f"Out of memory in {self.phase} with only row {rows.start}{rest}, so "
+                f"{self.option}=1 does not help. What may help: {self._advice}. The "
+                f"allocator's message: {error}"
+            ) from error
         self.size = max(1, len(rows) // 2 // self.unit) * self.unit
         logger.warning(
             f"Out of memory in {self.phase} with {len(rows)} rows at once: continuing with "
             f"{self.size} at once on the same data. Set {self.option}={self.size // self.unit} to "
             "start with that."
         )
-        return False
+
+
+def free_memory() -> None:
+    """Give back what an interrupted computation held; called outside of an `except` block."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def drop_frames(error: BaseException | None) -> None:

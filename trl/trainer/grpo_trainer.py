@@ -97,7 +97,7 @@ class GRPOTrainer(OnlineTrainer):
         """Build the controller of the entropy bonus."""
         self.entropy = EntropyController(self.args)
         self._entropy_seen: list[tuple[Tensor, Tensor]] = []
-        self.phases.forgets.append(self._entropy_seen.clear)
+        self.runner.reset_hooks.append(self._entropy_seen.clear)
 
     def check_update(self, step: int) -> None:
         """Move the entropy coefficient for the next update."""

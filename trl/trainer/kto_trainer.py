@@ -98,7 +98,7 @@ class KTOTrainer(PreferenceTrainer):
         All ranks must estimate at the same point, during the forward or before it: forwards of DDP
         communicate, too.
         """
-        mine = len(batches) == 1 and self.phases.computes_at_once(batches[0])
+        mine = len(batches) == 1 and len(self.runner.chunks(batches[0])) == 1
         return self.ranks.all(mine)
 
     def score(self, model: nn.Module, rows: LabelledRows) -> TokenScores:

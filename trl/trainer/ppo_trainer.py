@@ -86,7 +86,7 @@ class PPOTrainer(OnlineTrainer):
             disable_dropout_in_model(given)
         value_models.add_value_model(self.model, given, args.device)
         self._moved: list[Tensor] = []  # squared log-ratios of an update, and how many
-        self.phases.forgets.append(self._moved.clear)
+        self.runner.reset_hooks.append(self._moved.clear)
         self._episodes = 0  # completions of all ranks so far
         count = partial(setattr, self, "_episodes")
         self.rank_state.register("episodes", lambda: self._episodes, count)

@@ -177,7 +177,7 @@ def documents(folder, **changes):
         eval_dataset=rows,
     )
     trainer.scorer = Scorer(pad_id=0, temperature=1.0, device=args.device)
-    trainer.phases.forgets.append(trainer.scorer.forget)
+    trainer.runner.reset_hooks.append(trainer.scorer.forget)
     return trainer
 
 

@@ -4,15 +4,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 from transformers import DefaultFlowCallback, Trainer, TrainerControl
+from transformers.training_args import OptimizerNames
 from transformers.utils import logging
 
+from ...algorithms.base import Algorithm, LossTerms
+from ...batch import Batch, Step, step_totals
 from ...distributed import Ranks
 from ...models.loading import check_adapters, storing_adapters_only
 from ...models.reference import FrozenCopy, ReferencePolicy, make_reference
@@ -23,7 +28,7 @@ from ...online.guard import FiniteGuard
 from ...online.metrics import MetricStore
 from ...random_numbers import preserve_rng_state
 from ...sources import check_upload
-from ...types import Mode, Rows
+from ...types import Mode
 from ..callbacks import Events, MovingReference, RunRecord
 from ..model_card import Method, render_model_card
 from ..uncalled import OverrideCheck
@@ -31,6 +36,7 @@ from . import resuming
 from .base_config import BaseConfig
 from .best_metric import BestMetricCheck
 from .checkpoint import UNFINISHED, Place, RankState, explained, publish_together, save_arguments
+from .micro_batches import MicroBatchRunner
 from .options import Named
 from .phases import Phases
 from .policy import Policy, check_name, load_reference, router_coefficient
@@ -47,6 +53,7 @@ class BaseTrainer(Named, OverrideCheck, BestMetricCheck, Trainer):
     """
 
     method: ClassVar[Method]
+    algorithm: Algorithm[Any]
     _is_saving = False  # a checkpoint
     _chosen: str | None = None  # the checkpoint that was found intact
     _saved: tuple[str, dict[str, Any] | None] | None = None  # the one resumed from, and its state
@@ -65,7 +72,10 @@ class BaseTrainer(Named, OverrideCheck, BestMetricCheck, Trainer):
         self.run_lock = RunLock(args, self.ranks)
         self.metrics: dict[Mode, MetricStore] = {"train": MetricStore(), "eval": MetricStore()}
         self.guard = FiniteGuard(self.ranks.rank, self.ranks.gather_objects)
-        self.phases = Phases(args, self.ranks, self.metrics["train"], self.model)
+        self.phases = Phases(args, self.metrics["train"])
+        self.runner = MicroBatchRunner(
+            args, self.ranks, self.metrics["train"], self.model, self.phases
+        )
         self.reference: ReferencePolicy | None = None
         self.run_facts: dict[str, Any] = {}  # that a resumed run must share, besides options
         self.place = Place()
@@ -82,7 +92,7 @@ class BaseTrainer(Named, OverrideCheck, BestMetricCheck, Trainer):
         keep("loss", lambda: self._tr_loss, restore_loss)
         keep("last_logged", partial(getattr, self, last), partial(setattr, self, last))
         events = {"on_train_begin": self._begin_training, "on_epoch_begin": self.begin_epoch}
-        events |= {"on_step_begin": self.phases.begin_update, "on_step_end": self.phases.end_update}
+        events |= {"on_pre_optimizer_step": self._check_update, "on_step_end": self._end_update}
         events |= {"on_epoch_end": self._end_epoch}
         self.add_callback(Events(**events))
         from ..display import show_progress
@@ -136,15 +146,98 @@ class BaseTrainer(Named, OverrideCheck, BestMetricCheck, Trainer):
 
             close_progress(self.callback_handler.callbacks)
 
-    def training_step(self, model: nn.Module, inputs: Any, *others: Any) -> Tensor:
-        """Train on one micro-batch, and count it."""
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], None]:
+        """Take the micro-batches of an optimizer step; transformers calls this once for each."""
+        self.phases.begin_update()
+        inputs = list(islice(epoch_iterator, num_batches))
+        return (self.take_step(inputs, "train") if inputs else []), None
+
+    def take_step(self, inputs: list[Any], mode: Mode) -> list[Any]:
+        """Turn what the loader gave for an optimizer step into its micro-batches.
+
+        An evaluation batch is a step of its own.
+        """
+        return inputs
+
+    def training_step(
+        self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
+    ) -> Tensor:
+        """Add the gradient of a micro-batch to `.grad`; return its share () of the step's loss."""
         model.train()
-        rows: Rows = self.prepare(inputs, "train")
-        step, quiet = super().training_step, self.accelerator.no_sync
-        loss = self.phases.train(rows, partial(step, model), partial(quiet, model))
+        if hasattr(self.optimizer, "train"):  # of schedule-free optimizers
+            self.optimizer.train()
+        batch = inputs if isinstance(inputs, Batch) else self.prepare(inputs, "train")
+        forward_backward = partial(self._forward_backward, model)
+        loss = self.runner.run(batch, forward_backward, partial(self.accelerator.no_sync, model))
         self.place.micro_steps += 1
         # The guard refuses such an update, or skips it; the mean in the log is then of the others.
         return torch.where(loss.isfinite(), loss, 0.0)
+
+    def _forward_backward(self, model: nn.Module, chunk: Any) -> Tensor:
+        """Compute the loss () of a chunk and its gradient.
+
+        Losses are shares of the step's loss, so those of chunks and micro-batches add up.
+        """
+        with self.compute_loss_context_manager():
+            loss: Tensor = self.compute_loss(model, chunk)
+        if not isinstance(chunk, Batch):
+            loss = loss / self.current_gradient_accumulation_steps
+        empty_every = self.args.torch_empty_cache_steps
+        if empty_every is not None and self.state.global_step % empty_every == 0:
+            clear_device_cache()
+        options: dict[str, Any] = {}
+        if self.args.optim in (OptimizerNames.LOMO, OptimizerNames.ADALOMO):
+            options["learning_rate"] = self._get_learning_rate()  # they step in backward
+        if self.is_deepspeed_enabled:
+            options["scale_wrt_gas"] = False
+        self.accelerator.backward(loss, **options)
+        return loss.detach()
+
+    def score(self, model: nn.Module, batch: Batch) -> tuple[Batch, Any]:
+        """Score a chunk with gradient: what the loss reads, and the chunk with added columns."""
+        raise NotImplementedError
+
+    def loss(self, scores: Any, batch: Batch) -> LossTerms:
+        """Return the terms of the loss of a chunk: of each the sum, and its total over the step."""
+        return self.algorithm.loss(scores, batch, self.metrics[batch.mode])
+
+    def credit(self, step: Step) -> Step:
+        """Add columns that depend on all rows of a step, once all scores without gradient exist."""
+        return self.algorithm.credit(step, self.metrics[step.mode])
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Tensor:
+        """Return the share () of a chunk in the loss of its optimizer step, times the ranks.
+
+        Shares of chunks and micro-batches add up to the loss of the step; ranks take the mean.
+        """
+        if return_outputs:
+            raise ValueError(
+                "return_outputs=True cannot be used: logits are never held as a whole, and rows "
+                "are not padded."
+            )
+        with self.phases("forward"):
+            batch, scores = self.score(model, inputs)
+        terms = dict(self.loss(scores, batch))
+        aux_loss = getattr(scores, "aux_loss", None)
+        if aux_loss is not None:
+            # A mean over what one forward pass routes, not a sum over rows.
+            rows = self.router_coefficient * aux_loss * len(batch)
+            terms["aux_loss"] = rows, step_totals(batch).all_rows
+            self.metrics[batch.mode].value("aux_loss", aux_loss)
+        self.record_loss(terms, batch.mode)
+        shares = [term_sum / total.clamp(min=1) for term_sum, total in terms.values()]
+        return torch.stack(shares).sum() * self.ranks.count
+
+    def record_loss(self, terms: LossTerms, mode: Mode) -> None:
+        """Record the loss of a chunk, beyond the mean over batches that transformers logs."""
 
     def per_micro_batch(self, total: Tensor, batch: Any) -> Tensor:
         """Turn a total () over all ranks and micro-batches into the denominator of one of them.
@@ -157,33 +250,43 @@ class BaseTrainer(Named, OverrideCheck, BestMetricCheck, Trainer):
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """Look at the gradient before the optimizer does: the one place that waits for it."""
         norm = super()._get_grad_norm(model, grad_norm)
-        finite, step = bool(torch.isfinite(torch.as_tensor(norm))), self.state.global_step + 1
+        is_finite = bool(torch.isfinite(torch.as_tensor(norm)))
         # With a loss scaler an infinite gradient is its signal to lower the scale.
-        if finite or self.accelerator.scaler is not None:
+        if is_finite or self.accelerator.scaler is not None:
             self.guard.forget()
         else:
-            error = self.guard.reason(step)
-            if self.args.non_finite == "raise":
-                raise error
-            logger.warning(f"{error} This update is skipped.")
-            if not self.is_deepspeed_enabled:  # which has left such an update out by itself
-                model.zero_grad(set_to_none=True)  # so that the optimizer leaves weights alone
+            self._refuse_gradient(model)
         if self.args.non_finite == "skip":
-            self.metrics["train"].value("frac_skipped_updates", float(not finite))
-        self.check_update(step)
+            self.metrics["train"].value("frac_skipped_updates", float(not is_finite))
         return norm
 
+    def _refuse_gradient(self, model: nn.Module) -> None:
+        """Raise what explains a gradient that is not finite, or have its update skipped."""
+        error = self.guard.reason(self.state.global_step + 1)
+        if self.args.non_finite == "raise":
+            raise error
+        logger.warning(f"{error} This update is skipped.")
+        if not self.is_deepspeed_enabled:  # which has left such an update out by itself
+            model.zero_grad(set_to_none=True)  # so that the optimizer leaves weights alone
+
+    def _check_update(self) -> None:
+        self.check_update(self.state.global_step + 1)
+
+    def _end_update(self) -> None:
+        self.runner.done.clear()
+        self.phases.end_update()
+
     def floating_point_ops(self, inputs: Any) -> int:
-        """Estimate those of the micro-batch that was trained on last; see `Phases.train`."""
-        return self.phases.operations
+        """Estimate those of the latest micro-batch; see `MicroBatchRunner.run`."""
+        return self.runner.operations
 
     def _end_epoch(self) -> None:
-        if self.phases.done:
+        if self.runner.done:
             logger.warning(
-                f"The last {len(self.phases.done)} micro-batches of the stream are not trained on: "
+                f"The last {len(self.runner.done)} micro-batches of the stream are not trained on: "
                 f"an update takes {self.args.gradient_accumulation_steps}."
             )
-            self.phases.drop_update()
+            self.runner.drop_update()
         if not self.control.should_training_stop:
             self.place.epoch, self.place.micro_steps = self.place.epoch + 1, 0
             self.end_epoch()
@@ -219,9 +322,11 @@ class BaseTrainer(Named, OverrideCheck, BestMetricCheck, Trainer):
     def prediction_step(self, model: nn.Module, inputs: Any, *others: Any, **options: Any) -> Any:
         """Compute the loss () of one evaluation batch, without predictions and labels."""
         with torch.no_grad():
-            rows = self.prepare(inputs, "eval")
+            (batch,) = self.take_step([inputs], "eval")
+            if not isinstance(batch, Batch):
+                batch = self.prepare(batch, "eval")
             with self.compute_loss_context_manager():
-                loss = self.compute_loss(model, rows)
+                loss = self.compute_loss(model, batch)
         self.guard.check(self.state.global_step)
         self.place.eval_batches += 1
         self.check_update(self.state.global_step)
@@ -261,7 +366,7 @@ class BaseTrainer(Named, OverrideCheck, BestMetricCheck, Trainer):
             if self.state.global_step >= most_steps:
                 epochs, micro_steps = most_epochs, 0  # transformers would make one step more
         self.place = Place(epochs, micro_steps)
-        self.phases.drop_update()  # that an error interrupted
+        self.runner.drop_update()  # that an error interrupted
         return epochs, micro_steps
 
     def _begin_training(self) -> None:
@@ -318,7 +423,7 @@ class BaseTrainer(Named, OverrideCheck, BestMetricCheck, Trainer):
             shared_prefix=args.shared_prefix,
             chunk=args.logits_chunk_size,
         )
-        self.phases.forgets.append(self.scorer.forget)
+        self.runner.reset_hooks.append(self.scorer.forget)
 
     def _make_reference(self, given: Any, model: Any) -> None:
         given = load_reference(given, model, self.args)

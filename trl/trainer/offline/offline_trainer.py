@@ -1,10 +1,9 @@
 """One training step for every trainer that learns from the examples of a dataset."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from itertools import islice
 from typing import Any, ClassVar
 
 import torch
@@ -242,19 +241,18 @@ class OfflineTrainer(BaseTrainer):
 
     # --- One training step ---
 
-    def get_batch_samples(
-        self, epoch_iterator: Iterator[Any], num_batches: int, device: Any
-    ) -> tuple[list[Any], None]:
-        """Take the micro-batches of an optimizer step, which share the total of their losses."""
-        batches = list(islice(epoch_iterator, num_batches))
-        if not batches:
-            return [], None
-        counts = [torch.cat([self.weigh(each), torch.tensor([each.tokens()])]) for each in batches]
-        sums = self.ranks.sum(torch.stack(counts).sum(0).to(device))
-        totals, self._tokens = sums[:-1], sums[-1] // self.ranks.per_row
-        self._agree_on(max(batches, key=lambda rows: max(rows.flat.lengths)))
-        known = [each.of_step(totals, len(batches), "train").to(device) for each in batches]
-        return self.before_step(known), None
+    def take_step(self, inputs: list[Any], mode: Mode) -> list[Any]:
+        """Let the micro-batches of an optimizer step share the total of their losses."""
+        counts = [torch.cat([self.weigh(rows), torch.tensor([rows.tokens()])]) for rows in inputs]
+        sums = self.ranks.sum(torch.stack(counts).sum(0).to(self.args.device))
+        totals = sums[:-1]
+        if mode == "train":
+            self._tokens = sums[-1] // self.ranks.per_row
+        else:
+            totals = self.weigh(inputs[0]).to(self.args.device)
+        self._agree_on(max(inputs, key=lambda rows: max(rows.flat.lengths)))
+        batches = [rows.of_step(totals, len(inputs), mode).to(self.args.device) for rows in inputs]
+        return self.before_step(batches)
 
     def _agree_on(self, rows: Any, model: nn.Module | None = None) -> None:
         """Let all ranks decide together in which layout rows up to this length are scored."""
@@ -262,15 +260,6 @@ class OfflineTrainer(BaseTrainer):
             with self.accelerator.autocast():
                 reader = self.reader(self.model)
                 self.scorer.agree(model or self.model, rows.flat, self.ranks.max, reader)
-
-    def prepare(self, inputs: Any, mode: Mode) -> Any:
-        """Make a step of the rows of an evaluation; those of training are known to be in one."""
-        if mode == "train":
-            return inputs
-        self._agree_on(inputs)
-        device = self.args.device
-        rows = inputs.of_step(self.weigh(inputs).to(device), 1, mode).to(device)
-        return self.before_step([rows])[0]
 
     def evaluation_loop(self, *args: Any, **options: Any) -> Any:
         """Evaluate; metrics of `compute_metrics` are added to the others."""

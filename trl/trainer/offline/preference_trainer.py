@@ -134,7 +134,7 @@ class PreferenceTrainer(OfflineTrainer):
             return self.answer_logps(scores, part)
 
         def work(at: range) -> Tensor:
-            return torch.cat(list(map(score, self.phases.pieces(rows.select(at)))))
+            return torch.cat(list(map(score, self.runner.chunks(rows.select(at)))))
 
         with self.phases("scoring"), self.accelerator.autocast():
             return torch.cat(self._scoring.run(len(rows), work))

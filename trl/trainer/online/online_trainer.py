@@ -180,7 +180,7 @@ class OnlineTrainer(BaseTrainer):
             by_token=self.has_token_losses,
             with_entropies=self.compares_entropies,
         )
-        phases.forgets.append(self.scoring.gaps.clear)
+        self.runner.reset_hooks.append(self.scoring.gaps.clear)
         at_once = partial(phases.adaptive("rewards").run, most=args.batch_plan.micro_batch)
         self.rewards = RewardSuite(
             sources, args.reward_weights, args.reward_timeout, self.ranks, at_once
@@ -342,7 +342,7 @@ class OnlineTrainer(BaseTrainer):
 
     def _place_in_step(self, mode: Mode) -> int:
         """Micro-batches of this update so far, or batches of this evaluation."""
-        return len(self.phases.done) if mode == "train" else self.place.eval_batches
+        return len(self.runner.done) if mode == "train" else self.place.eval_batches
 
     def finish(self, batch: Rollout, advantages: Tensor, healthy: bool) -> Rollout:
         """Drop old log-probabilities on-policy; have updates of an unhealthy round refused."""

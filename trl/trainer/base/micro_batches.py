@@ -1,0 +1,132 @@
+"""Forward and backward of micro-batches, a chunk at a time, with recovery from out-of-memory."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...distributed import Ranks
+from ...memory.adaptive_batch import free_memory
+from ...models.packed_layout import runs_within
+from ...models.weights import operations_per_token
+from ...online.metrics import MetricStore
+from ...ops.in_place import several_passes
+from ...random_numbers import TorchRngState
+from .base_config import BaseConfig
+from .phases import Phases
+from .policy import router_coefficient
+
+ForwardBackward = Callable[[Any], Tensor]  # both passes of a chunk: its loss ()
+Context = Callable[[], AbstractContextManager[Any]]
+
+
+class MicroBatchRunner:
+    """Adds the gradients of an update's micro-batches to `.grad`, a chunk at a time.
+
+    If memory runs out, the update begins again with smaller chunks, the same random numbers and the
+    metrics of before: a failed backward pass leaves gradients partly added.
+    """
+
+    def __init__(
+        self, args: BaseConfig, ranks: Ranks, metrics: MetricStore, model: nn.Module, phases: Phases
+    ):
+        self._args = args
+        self._metrics = metrics
+        self._model = model
+        self._phases = phases
+        # A process cannot go back alone while others wait for the gradient of a failed pass.
+        self._size = phases.adaptive("training", alone=ranks.count > 1)
+        self._size.unit = args.unit
+        self._max_tokens = args.piece_tokens if ranks.allows_uneven_passes else 0
+        if args.max_tokens_per_piece is None and router_coefficient(model, args):
+            self._max_tokens = 0  # the load of experts is balanced over all rows of a pass
+        self._offloading: Context = nullcontext
+        if args.activation_offloading:
+            from ...models.activations import ActivationOffloading
+
+            self._offloading = ActivationOffloading(model)
+        # Each drops what the micro-batches of an update have left somewhere.
+        self.reset_hooks: list[Callable[[], None]] = [model.zero_grad]
+        self.done: list[Any] = []  # micro-batches since the last update
+        self.operations = 0  # floating-point, of this rank's last micro-batch
+        self._operations_per_token = operations_per_token(model) / ranks.per_row
+
+    def run(
+        self, batch: Any, forward_backward: ForwardBackward, no_sync: Context = nullcontext
+    ) -> Tensor:
+        """Compute a micro-batch: its loss (). Ranks exchange gradients in its last chunk alone.
+
+        `operations` is then an estimate as that of transformers: 6 for each token and each weight
+        outside embeddings. What completions share counts once.
+        """
+        self.operations = round(self._operations_per_token * sum(batch.tokens_per_unit()))
+        if not self.done:
+            self._begin_update()
+        self.done.append(batch)
+        recorded = self._metrics.state()
+        micro_batches = [batch]
+        while (loss := self._attempt(micro_batches, forward_backward, no_sync)) is None:
+            self._reset()
+            self._metrics.restore(recorded)
+            self._random.restore()
+            free_memory()
+            micro_batches = self.done
+        return loss
+
+    def _begin_update(self) -> None:
+        self._random = TorchRngState()
+        if self._args.selective_checkpointing:
+            from ...models.activations import keep_attention
+
+            keep_attention(self._model)
+
+    def _attempt(
+        self, micro_batches: list[Any], forward_backward: ForwardBackward, no_sync: Context
+    ) -> Tensor | None:
+        """Compute micro-batches: the loss () of the last one; None if memory ran out."""
+        loss = torch.zeros((), device=self._args.device)
+        for batch in micro_batches:
+            recorded = self._metrics.state()
+            loss = torch.zeros_like(loss)
+            cuts = self._cuts(batch)
+            with several_passes() as waiting:
+                for units in cuts:
+                    waiting.is_last = units is cuts[-1]
+                    sync = nullcontext if waiting.is_last else no_sync
+                    try:
+                        with self._phases("backward"), sync(), self._offloading():
+                            loss += forward_backward(batch.select_units(units))
+                    except Exception as error:
+                        self._size.shrink(error, units)
+                        return None
+            if batch is not micro_batches[-1]:  # its metrics were recorded the first time
+                self._metrics.restore(recorded)
+        return loss
+
+    def chunks(self, batch: Any) -> list[Any]:
+        """Cut rows into what is computed at once, with gradient or without."""
+        return [batch.select_units(units) for units in self._cuts(batch)]
+
+    def _cuts(self, batch: Any) -> list[range]:
+        """The units of each chunk, which memory and `max_tokens_per_piece` allow."""
+        tokens = batch.tokens_per_unit()
+        size = self._size.size or len(tokens)
+        cuts = []
+        for first in range(0, len(tokens), size):
+            part = tokens[first : first + size]
+            counts = runs_within(self._max_tokens, part) if self._max_tokens else [len(part)]
+            edges = accumulate(counts, initial=first)
+            cuts += [range(start, stop) for start, stop in pairwise(edges)]
+        return cuts
+
+    def _reset(self) -> None:
+        for reset in self.reset_hooks:
+            reset()
+
+    def drop_update(self) -> None:
+        """Drop the micro-batches of an update that is not finished, and what they left."""
+        self._reset()
+        self.done.clear()
