@@ -1,12 +1,10 @@
 import gc
 import weakref
-from functools import partial
 
 import pytest
 import torch
-from tiny import tiny_model
 
-from trl.memory.adaptive_batch import AdaptiveBatch, RowTooLargeError, TorchRngState, drop_frames
+from trl.memory.adaptive_batch import AdaptiveBatch, RowTooLargeError, drop_frames
 from trl.ops.oom import is_out_of_memory
 
 
@@ -76,82 +74,6 @@ def test_results_and_random_numbers_equal_those_of_a_start_at_the_small_size():
     assert torch.equal(torch.rand(2), following)
 
 
-def train(size, most, seed=7):
-    """Some steps with dropout; the gradients of each step are those of its pieces, added."""
-    model = tiny_model(attention_dropout=0.3).train()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    ids = torch.randint(7, 60, (8, 9), generator=torch.Generator().manual_seed(1))
-    torch.manual_seed(seed)
-    batch = AdaptiveBatch("training", size)
-
-    def work(rows):
-        some = ids[rows.start : rows.stop]
-        loss = model(some, labels=some).loss * len(some) / 8
-        loss.backward()
-        return loss.item()
-
-    losses = []
-    for _ in range(3):
-        losses.append(batch.run(8, limited(work, most), reset=model.zero_grad))
-        optimizer.step()
-        optimizer.zero_grad()
-    return torch.cat([p.detach().flatten() for p in model.parameters()]), losses
-
-
-def test_training_ends_with_the_weights_of_a_start_at_the_small_size():
-    small, losses = train(size=2, most=8)
-    recovered, found = train(size=8, most=2)
-    assert torch.equal(recovered, small)
-    assert found == losses and len(losses[0]) == 4
-    other, _ = train(size=2, most=8, seed=8)
-    assert not torch.equal(other, small)  # dropout does draw numbers
-
-
-def test_training_starts_over_even_if_the_last_rows_fail():
-    calls, resets = [], []
-    batch = AdaptiveBatch("training", 4)
-    rows = batch.run(
-        8,
-        lambda rows: limited(list, 4 if rows.start < 4 else 2, calls)(rows),
-        reset=lambda: resets.append(len(calls)),
-    )
-    assert calls == [(0, 4), (4, 8), (0, 2), (2, 4), (4, 6), (6, 8)]
-    assert resets == [2]
-    assert [row for some in rows for row in some] == list(range(8))
-
-
-def test_a_failure_takes_back_what_earlier_calls_did():
-    """Rows 0 to 3 were done by an earlier call; numbers are drawn anew from its beginning."""
-    batch, drawn, calls = AdaptiveBatch("training"), [], []
-
-    def work(rows):
-        drawn.append((rows.start, torch.rand(len(rows)).tolist()))
-        return rows
-
-    torch.manual_seed(2)
-    beginning = TorchRngState()
-    expected = torch.rand(10).tolist()
-    beginning.restore()
-    batch.run(4, work, reset=pytest.fail)
-
-    def reset():
-        drawn.clear()
-        beginning.restore()
-
-    fails = limited(work, 3, calls)
-    results = batch.run(10, fails, reset=reset, start=4)
-    assert calls == [(4, 10), (0, 3), (3, 6), (6, 9), (9, 10)]
-    assert [row for rows in results for row in rows] == list(range(10))
-    assert [number for _, some in drawn for number in some] == expected
-
-
-def test_memory_is_given_back_after_gradients_are_dropped(monkeypatch):
-    order = []
-    monkeypatch.setattr(gc, "collect", lambda: order.append("free"))
-    AdaptiveBatch("training").run(2, limited(list, 1), reset=lambda: order.append("reset"))
-    assert order == ["reset", "free"]
-
-
 def test_a_call_may_have_a_bound_of_its_own():
     batch, calls = AdaptiveBatch("scoring", 4), []
     batch.run(6, limited(list, 9, calls), most=3)
@@ -161,11 +83,10 @@ def test_a_call_may_have_a_bound_of_its_own():
 
 
 def test_nothing_to_train_on():
-    assert AdaptiveBatch("training").run(0, pytest.fail, reset=pytest.fail) == []
+    assert AdaptiveBatch("training").run(0, pytest.fail) == []
 
 
-@pytest.mark.parametrize("retry", [False, True])
-def test_tensors_of_the_failed_attempt_are_gone_before_the_next(retry):
+def test_tensors_of_the_failed_attempt_are_gone_before_the_next():
     alive, seen = [], []
 
     class Tensors:
@@ -188,7 +109,7 @@ def test_tensors_of_the_failed_attempt_are_gone_before_the_next(retry):
     gc.disable()
     try:
         batch = AdaptiveBatch("scoring", 8)
-        batch.run(8, work, reset=list if retry else None)
+        batch.run(8, work)
     finally:
         gc.enable()
     assert len(seen) == 6
@@ -205,7 +126,7 @@ def test_one_row_that_does_not_fit_is_an_error_that_says_what_to_do():
     assert is_out_of_memory(caught.value)
     with pytest.raises(RowTooLargeError, match=r"in rewards with only row 2,"):
         AdaptiveBatch("rewards", 1).run(
-            3, lambda rows: limited(list, 0 if rows.start == 2 else 1)(rows), reset=list
+            3, lambda rows: limited(list, 0 if rows.start == 2 else 1)(rows)
         )
 
 
@@ -231,10 +152,9 @@ def test_other_errors_and_a_disabled_batch_let_errors_through():
     with pytest.raises(RuntimeError, match="shapes do not match"):
         AdaptiveBatch("scoring", 4).run(8, broken)
     batch = AdaptiveBatch("scoring", 4, disabled=True)
-    for attempt in (batch.run, partial(batch.run, reset=pytest.fail)):
-        with pytest.raises(torch.OutOfMemoryError, match="2.00 GiB"):
-            attempt(8, limited(list, 2, calls))
-    assert len(calls) == 3
+    with pytest.raises(torch.OutOfMemoryError, match="2.00 GiB"):
+        batch.run(8, limited(list, 2, calls))
+    assert len(calls) == 2
     assert (batch.size, batch.failures) == (4, 0)
 
 

@@ -1,100 +1,69 @@
-"""What every trainer of this package adds to the loop of `transformers.Trainer`."""
+"""The training loop of every trainer: what is added to that of `transformers.Trainer`."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset
-from transformers import DefaultFlowCallback, Trainer, TrainerControl
+from transformers import DefaultFlowCallback, TrainerControl
 from transformers.training_args import OptimizerNames
 from transformers.utils import logging
 
 from ...algorithms.base import Algorithm, LossTerms
 from ...batch import Batch, Step, step_totals
-from ...distributed import Ranks
-from ...models.loading import check_adapters, storing_adapters_only
 from ...models.reference import FrozenCopy, ReferencePolicy, make_reference
 from ...models.scorer import Scorer
-from ...models.unwrap import is_peft_model
-from ...models.weights import check_sharding
 from ...online.guard import FiniteGuard
-from ...online.metrics import MetricStore
 from ...random_numbers import preserve_rng_state
-from ...sources import check_upload
 from ...types import Mode
 from ..callbacks import Events, MovingReference, RunRecord
-from ..model_card import Method, render_model_card
+from ..model_card import Method
 from ..uncalled import OverrideCheck
 from . import resuming
 from .base_config import BaseConfig
 from .best_metric import BestMetricCheck
-from .checkpoint import UNFINISHED, Place, RankState, explained, publish_together, save_arguments
+from .checkpointed_trainer import CheckpointedTrainer
 from .micro_batches import MicroBatchRunner
 from .options import Named
 from .phases import Phases
 from .policy import Policy, check_name, load_reference, router_coefficient
-from .run_lock import RunLock
 
 logger = logging.get_logger(__name__)
 
 
-class BaseTrainer(Named, OverrideCheck, BestMetricCheck, Trainer):
-    """A training loop with exact resumption, a finite guard, metrics and measured phases.
+class BaseTrainer(Named, OverrideCheck, BestMetricCheck, CheckpointedTrainer):
+    """A training loop with a finite guard, metrics, measured phases and exact resumption.
 
-    A subclass says how the batches of its loader become rows (`prepare`), and what their loss is
-    (`compute_loss`), each for a mode that is handed along: "train" or "eval".
+    A subclass has an `algorithm`, and says how what its loader gives becomes the micro-batches of
+    an optimizer step (`take_step`), and how these are scored (`score`).
     """
 
     method: ClassVar[Method]
     algorithm: Algorithm[Any]
-    _is_saving = False  # a checkpoint
-    _chosen: str | None = None  # the checkpoint that was found intact
-    _saved: tuple[str, dict[str, Any] | None] | None = None  # the one resumed from, and its state
-    _moving_reference: MovingReference | None = None
     _prefix = ""  # of the metrics of the evaluation that is running
 
     def __init__(self, policy: Policy, args: BaseConfig, **options: Any):
-        options |= {"model": policy.model, "processing_class": policy.tokenizer}
-        super().__init__(args=args, **options)
-        # `compute_loss` returns the mean of a micro-batch; the Trainer divides by accumulation.
-        self.model_accepts_loss_kwargs = False
-        self._brought_adapter = policy.brought_adapter
-        check_sharding(self.model, self.accelerator)
-        self.model.add_model_tags(["trl", self.method.tag])
-        self.ranks = Ranks(self.accelerator, args.ranks_per_row)
-        self.run_lock = RunLock(args, self.ranks)
-        self.metrics: dict[Mode, MetricStore] = {"train": MetricStore(), "eval": MetricStore()}
+        super().__init__(policy, args, **options)
         self.guard = FiniteGuard(self.ranks.rank, self.ranks.gather_objects)
         self.phases = Phases(args, self.metrics["train"])
         self.runner = MicroBatchRunner(
             args, self.ranks, self.metrics["train"], self.model, self.phases
         )
         self.reference: ReferencePolicy | None = None
-        self.run_facts: dict[str, Any] = {}  # that a resumed run must share, besides options
-        self.place = Place()
-        self.rank_state = RankState(self.ranks)
-
-        def restore_loss(loss: Tensor) -> None:
-            self._tr_loss += loss.to(self.args.device)
-            # The average that `train` returns is over the steps of its own call.
-            self._total_loss_scalar -= float(self.ranks.sum(self._tr_loss)) / self.ranks.count
-
-        keep, last = self.rank_state.register, "_globalstep_last_logged"
-        for mode, store in self.metrics.items():
-            keep(f"{mode} metrics", store.state, store.restore)
-        keep("loss", lambda: self._tr_loss, restore_loss)
-        keep("last_logged", partial(getattr, self, last), partial(setattr, self, last))
-        events = {"on_train_begin": self._begin_training, "on_epoch_begin": self.begin_epoch}
-        events |= {"on_pre_optimizer_step": self._check_update, "on_step_end": self._end_update}
-        events |= {"on_epoch_end": self._end_epoch}
-        self.add_callback(Events(**events))
+        self.add_callback(
+            Events(
+                on_train_begin=self._begin_training,
+                on_epoch_begin=self.begin_epoch,
+                on_pre_optimizer_step=self._check_update,
+                on_step_end=self._end_update,
+                on_epoch_end=self._end_epoch,
+            )
+        )
         from ..display import show_progress
 
         show_progress(self)
@@ -107,13 +76,6 @@ class BaseTrainer(Named, OverrideCheck, BestMetricCheck, Trainer):
     def prepare(self, inputs: Any, mode: Mode) -> Any:
         """Turn what the loader gave into the rows of a micro-batch."""
         return inputs
-
-    def batch_layout(self) -> list[int]:
-        """The sizes of batches: a checkpoint's place in its data holds for these alone."""
-        return [self.args.train_batch_size, self.ranks.count, self.args.gradient_accumulation_steps]
-
-    def begin_training(self) -> None:
-        """Called when training begins, before the state of a checkpoint is restored."""
 
     def begin_epoch(self) -> None:
         """Called when an epoch begins; `place.epoch` is its number."""
@@ -280,6 +242,10 @@ class BaseTrainer(Named, OverrideCheck, BestMetricCheck, Trainer):
         """Estimate those of the latest micro-batch; see `MicroBatchRunner.run`."""
         return self.runner.operations
 
+    def drop_update(self) -> None:
+        """Drop the micro-batches of an update that was not finished."""
+        self.runner.drop_update()
+
     def _end_epoch(self) -> None:
         if self.runner.done:
             logger.warning(
@@ -352,66 +318,6 @@ class BaseTrainer(Named, OverrideCheck, BestMetricCheck, Trainer):
         after = replace(self.state, global_step=self.state.global_step + 1)
         return DefaultFlowCallback().on_step_end(self.args, after, TrainerControl()).should_log
 
-    def _init_training_state(self, *args: Any) -> tuple[int, int]:
-        epochs, micro_steps = super()._init_training_state(*args)
-        most_steps, _, most_epochs, checkpoint, _ = args
-        self._saved = None
-        if checkpoint is not None:
-            state = self.rank_state.read(checkpoint, self.batch_layout())
-            self._saved = checkpoint, state
-            streams = isinstance(self.train_dataset, IterableDataset)
-            if state is not None and streams and not self.args.ignore_data_skip:
-                # Where the epochs of a stream end follows from no step count.
-                epochs, micro_steps = state["epoch"], state["micro_steps"]
-            if self.state.global_step >= most_steps:
-                epochs, micro_steps = most_epochs, 0  # transformers would make one step more
-        self.place = Place(epochs, micro_steps)
-        self.runner.drop_update()  # that an error interrupted
-        return epochs, micro_steps
-
-    def _begin_training(self) -> None:
-        """Continue as the run that wrote the checkpoint would have; transformers is ready."""
-        self.begin_training()
-        if self._saved is None:
-            return
-        (checkpoint, state), self._saved = self._saved, None
-        self.rank_state.restore(state or {})
-        if self._moving_reference is not None:
-            self._moving_reference.read(checkpoint, self.ranks)
-        if self.is_world_process_zero():
-            where = f"step {self.state.global_step} of {self.state.max_steps}"
-            print(f"resumed from {checkpoint}: {where}, epoch {self.state.epoch:.2f}", flush=True)
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        super()._save_rng_state(output_dir)
-        self.rank_state.write(output_dir, self.batch_layout(), self.place)
-        if self._moving_reference is not None:
-            on_each_node = self.args.save_on_each_node
-            self._moving_reference.write(output_dir, self.args.should_save, on_each_node)
-
-    def find_checkpoint(self, wanted: Any = True) -> str | None:
-        """Return the folder of the checkpoint `wanted`, as in `train`; all processes call this."""
-        # There peft would read one wrapped module without the rest.
-        if wanted and self.ranks.fsdp_version == 1 and is_peft_model(self.model):
-            raise ValueError(
-                "resume_from_checkpoint: an adapter cannot be restored under FSDP1. Train it under "
-                "FSDP2 (--accelerate_config fsdp2), or begin a new run with the checkpoint as "
-                "model_name_or_path."
-            )
-        if str(wanted) != self._chosen:
-            settings = self.run_settings
-            with self.run_lock:
-                self._chosen = resuming.choose_checkpoint(wanted, self.args, settings, self.ranks)
-        return self._chosen
-
-    @cached_property
-    def run_settings(self) -> dict[str, Any]:
-        """What the outcome of the run depends on, by name: JSON values, read before training."""
-        # Nothing wraps the model yet.
-        facts = resuming.describe_options(self.args) | resuming.describe_model(self.model)
-        facts |= resuming.describe_dataset(self.train_dataset) | self.run_facts
-        return {"trainer": type(self).__name__, resuming.PROCESSES: self.args.world_size} | facts
-
     def _make_scorer(self, temperature: float = 1.0) -> None:
         args, self.router_coefficient = self.args, router_coefficient(self.model, self.args)
         self.scorer = Scorer(
@@ -435,71 +341,3 @@ class BaseTrainer(Named, OverrideCheck, BestMetricCheck, Trainer):
         if self.args.sync_ref_model:
             self._moving_reference = MovingReference(self.reference, self.accelerator)
             self.add_callback(self._moving_reference)
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Write a checkpoint aside, seal it, and give it its name when it is complete."""
-        folder, name = Path(self._get_output_dir(trial)), f"checkpoint-{self.state.global_step}"
-        staged, final = folder / UNFINISHED / name, folder / name
-        facts = {"settings": self.run_settings, "weights_only": self.args.save_only_model}
-        self._is_saving = True
-        try:
-            with explained(staged, final):
-                super()._save_checkpoint(model, trial)
-                if self.state.best_model_checkpoint == str(staged):
-                    self.state.best_model_checkpoint = str(final)
-                    if self.args.should_save:
-                        self.state.save_to_json(str(staged / "trainer_state.json"))
-                best = self.state.best_model_checkpoint
-                publish_together(staged, final, facts, best, self.args, self.ranks)
-        finally:
-            self._is_saving = False
-        if self.args.push_to_hub:
-            self._push_from_checkpoint(str(final))
-
-    def create_model_card(
-        self,
-        model_name: str | None = None,
-        dataset_name: str | None = None,
-        folder: str | Path | None = None,
-        **ignored: Any,
-    ) -> None:
-        """Write `README.md` into a folder, by default the output folder.
-
-        By default the model is named after the hub id or that folder; tags are the trainer's.
-        """
-        if self.args.process_index == 0:
-            name = model_name or Path(self.args.hub_model_id or self.args.output_dir).name
-            base_model = self.model.config.name_or_path
-            card = render_model_card(self.method, name, base_model, dataset_name)
-            place = Path(folder or self.args.output_dir)
-            place.mkdir(parents=True, exist_ok=True)
-            (place / "README.md").write_text(card, encoding="utf-8")
-
-    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
-        """Upload model and card; an OfflineModeIsEnabled error if the hub is switched off."""
-        check_upload(self.args.output_dir)
-        return super().push_to_hub(*args, **kwargs)
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        # A checkpoint that is being written will move; it is uploaded afterwards.
-        if not self._is_saving:
-            super()._push_from_checkpoint(checkpoint_folder)
-
-    def _get_output_dir(self, trial: Any) -> str:
-        folder = super()._get_output_dir(trial)
-        return str(Path(folder, UNFINISHED)) if self._is_saving else folder
-
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        bare = self.accelerator.unwrap_model(self.model)
-        if self.args.save_on_each_node:  # newer releases of transformers write on rank 0 alone
-            bare.should_save_on_this_rank = bool
-        with storing_adapters_only(bare):
-            super()._save(output_dir, state_dict)
-        folder = output_dir or self.args.output_dir
-        save_arguments(self.args, folder)
-        self.create_model_card(folder=folder)  # in place of that of peft
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        bare = self.accelerator.unwrap_model(self.model if model is None else model)
-        check_adapters(bare, resume_from_checkpoint)
-        super()._load_from_checkpoint(resume_from_checkpoint, model)

@@ -41,7 +41,8 @@ class MicroBatchRunner:
         self._size = phases.adaptive("training", alone=ranks.count > 1)
         self._size.unit = args.unit
         self._max_tokens = args.piece_tokens if ranks.allows_uneven_passes else 0
-        if args.max_tokens_per_piece is None and router_coefficient(model, args):
+        is_default = args.max_tokens_per_piece is None
+        if self._max_tokens and is_default and router_coefficient(model, args):
             self._max_tokens = 0  # the load of experts is balanced over all rows of a pass
         self._offloading: Context = nullcontext
         if args.activation_offloading:

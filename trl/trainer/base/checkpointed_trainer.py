@@ -1,0 +1,199 @@
+"""A trainer whose checkpoints are complete or absent, and whose resumed runs continue exactly."""
+
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch import Tensor
+from torch.utils.data import IterableDataset
+from transformers import Trainer
+
+from ...distributed import Ranks
+from ...models.loading import check_adapters, storing_adapters_only
+from ...models.unwrap import is_peft_model
+from ...models.weights import check_sharding
+from ...online.metrics import MetricStore
+from ...sources import check_upload
+from ...types import Mode
+from ..callbacks import MovingReference
+from ..model_card import Method, render_model_card
+from . import resuming
+from .base_config import BaseConfig
+from .checkpoint import UNFINISHED, Place, RankState, explained, publish_together, save_arguments
+from .policy import Policy
+from .run_lock import RunLock
+
+
+class CheckpointedTrainer(Trainer):
+    """`transformers.Trainer` with checkpoints that are whole, and resumption to the last bit."""
+
+    method: ClassVar[Method]
+    _is_saving = False  # a checkpoint
+    _chosen: str | None = None  # the checkpoint that was found intact
+    _saved: tuple[str, dict[str, Any] | None] | None = None  # the one resumed from, and its state
+    _moving_reference: MovingReference | None = None
+
+    def __init__(self, policy: Policy, args: BaseConfig, **options: Any):
+        options |= {"model": policy.model, "processing_class": policy.tokenizer}
+        super().__init__(args=args, **options)
+        self.model_accepts_loss_kwargs = False
+        self._brought_adapter = policy.brought_adapter
+        check_sharding(self.model, self.accelerator)
+        self.model.add_model_tags(["trl", self.method.tag])
+        self.ranks = Ranks(self.accelerator, args.ranks_per_row)
+        self.run_lock = RunLock(args, self.ranks)
+        self.run_facts: dict[str, Any] = {}  # that a resumed run must share, besides options
+        self.metrics: dict[Mode, MetricStore] = {"train": MetricStore(), "eval": MetricStore()}
+        self.place = Place()
+        self.rank_state = RankState(self.ranks)
+        for mode, store in self.metrics.items():
+            self.rank_state.register(f"{mode} metrics", store.state, store.restore)
+        self.rank_state.register("loss", lambda: self._tr_loss, self._restore_loss)
+        self.rank_state.register(
+            "last_logged",
+            lambda: self._globalstep_last_logged,
+            partial(setattr, self, "_globalstep_last_logged"),
+        )
+
+    def _restore_loss(self, loss: Tensor) -> None:
+        self._tr_loss += loss.to(self.args.device)
+        # The average that `train` returns is over the steps of its own call.
+        self._total_loss_scalar -= float(self.ranks.sum(self._tr_loss)) / self.ranks.count
+
+    def drop_update(self) -> None:
+        """Drop what an update that was not finished has left."""
+
+    def batch_layout(self) -> list[int]:
+        """The sizes of batches: a checkpoint's place in its data holds for these alone."""
+        return [self.args.train_batch_size, self.ranks.count, self.args.gradient_accumulation_steps]
+
+    def begin_training(self) -> None:
+        """Called when training begins, before the state of a checkpoint is restored."""
+
+    def _init_training_state(self, *args: Any) -> tuple[int, int]:
+        epochs, micro_steps = super()._init_training_state(*args)
+        most_steps, _, most_epochs, checkpoint, _ = args
+        self._saved = None
+        if checkpoint is not None:
+            state = self.rank_state.read(checkpoint, self.batch_layout())
+            self._saved = checkpoint, state
+            streams = isinstance(self.train_dataset, IterableDataset)
+            if state is not None and streams and not self.args.ignore_data_skip:
+                # Where the epochs of a stream end follows from no step count.
+                epochs, micro_steps = state["epoch"], state["micro_steps"]
+            if self.state.global_step >= most_steps:
+                epochs, micro_steps = most_epochs, 0  # transformers would make one step more
+        self.place = Place(epochs, micro_steps)
+        self.drop_update()  # that an error interrupted
+        return epochs, micro_steps
+
+    def _begin_training(self) -> None:
+        """Continue as the run that wrote the checkpoint would have; transformers is ready."""
+        self.begin_training()
+        if self._saved is None:
+            return
+        (checkpoint, state), self._saved = self._saved, None
+        self.rank_state.restore(state or {})
+        if self._moving_reference is not None:
+            self._moving_reference.read(checkpoint, self.ranks)
+        if self.is_world_process_zero():
+            where = f"step {self.state.global_step} of {self.state.max_steps}"
+            print(f"resumed from {checkpoint}: {where}, epoch {self.state.epoch:.2f}", flush=True)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        self.rank_state.write(output_dir, self.batch_layout(), self.place)
+        if self._moving_reference is not None:
+            on_each_node = self.args.save_on_each_node
+            self._moving_reference.write(output_dir, self.args.should_save, on_each_node)
+
+    def find_checkpoint(self, wanted: Any = True) -> str | None:
+        """Return the folder of the checkpoint `wanted`, as in `train`; all processes call this."""
+        # There peft would read one wrapped module without the rest.
+        if wanted and self.ranks.fsdp_version == 1 and is_peft_model(self.model):
+            raise ValueError(
+                "resume_from_checkpoint: an adapter cannot be restored under FSDP1. Train it under "
+                "FSDP2 (--accelerate_config fsdp2), or begin a new run with the checkpoint as "
+                "model_name_or_path."
+            )
+        if str(wanted) != self._chosen:
+            settings = self.run_settings
+            with self.run_lock:
+                self._chosen = resuming.choose_checkpoint(wanted, self.args, settings, self.ranks)
+        return self._chosen
+
+    @cached_property
+    def run_settings(self) -> dict[str, Any]:
+        """What the outcome of the run depends on, by name: JSON values, read before training."""
+        # Nothing wraps the model yet.
+        facts = resuming.describe_options(self.args) | resuming.describe_model(self.model)
+        facts |= resuming.describe_dataset(self.train_dataset) | self.run_facts
+        return {"trainer": type(self).__name__, resuming.PROCESSES: self.args.world_size} | facts
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Write a checkpoint aside, seal it, and give it its name when it is complete."""
+        folder, name = Path(self._get_output_dir(trial)), f"checkpoint-{self.state.global_step}"
+        staged, final = folder / UNFINISHED / name, folder / name
+        facts = {"settings": self.run_settings, "weights_only": self.args.save_only_model}
+        self._is_saving = True
+        try:
+            with explained(staged, final):
+                super()._save_checkpoint(model, trial)
+                if self.state.best_model_checkpoint == str(staged):
+                    self.state.best_model_checkpoint = str(final)
+                    if self.args.should_save:
+                        self.state.save_to_json(str(staged / "trainer_state.json"))
+                best = self.state.best_model_checkpoint
+                publish_together(staged, final, facts, best, self.args, self.ranks)
+        finally:
+            self._is_saving = False
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(final))
+
+    def create_model_card(
+        self,
+        model_name: str | None = None,
+        dataset_name: str | None = None,
+        folder: str | Path | None = None,
+        **ignored: Any,
+    ) -> None:
+        """Write `README.md` into a folder, by default the output folder.
+
+        By default the model is named after the hub id or that folder; tags are the trainer's.
+        """
+        if self.args.process_index == 0:
+            name = model_name or Path(self.args.hub_model_id or self.args.output_dir).name
+            base_model = self.model.config.name_or_path
+            card = render_model_card(self.method, name, base_model, dataset_name)
+            place = Path(folder or self.args.output_dir)
+            place.mkdir(parents=True, exist_ok=True)
+            (place / "README.md").write_text(card, encoding="utf-8")
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        """Upload model and card; an OfflineModeIsEnabled error if the hub is switched off."""
+        check_upload(self.args.output_dir)
+        return super().push_to_hub(*args, **kwargs)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        # A checkpoint that is being written will move; it is uploaded afterwards.
+        if not self._is_saving:
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    def _get_output_dir(self, trial: Any) -> str:
+        folder = super()._get_output_dir(trial)
+        return str(Path(folder, UNFINISHED)) if self._is_saving else folder
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        bare = self.accelerator.unwrap_model(self.model)
+        if self.args.save_on_each_node:  # newer releases of transformers write on rank 0 alone
+            bare.should_save_on_this_rank = bool
+        with storing_adapters_only(bare):
+            super()._save(output_dir, state_dict)
+        folder = output_dir or self.args.output_dir
+        save_arguments(self.args, folder)
+        self.create_model_card(folder=folder)  # in place of that of peft
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        bare = self.accelerator.unwrap_model(self.model if model is None else model)
+        check_adapters(bare, resume_from_checkpoint)
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
