@@ -60,7 +60,7 @@ class Columns(TypedDict, total=False):
     old_logps: Tensor  # (B, C) under the weights that begin training on the batch
     ref_logps: Tensor  # (B, C) under the reference policy
     ref_answer_logps: Tensor  # (B,) sums over an answer's tokens, under the reference policy
-    mismatched_ratios: Tensor  # (B,) log-ratio of another example's answer, behind the same prompt
+    mismatched_ratios: Tensor  # (B,) log-ratio of another answer behind the group's prompt, for KL
     log_mass: Tensor  # (B, C) log-probability of the tokens that the sampler's filters leave
     values: Tensor  # (B, C) before each token
     entropies: Tensor  # (B, C) of the next-token distributions, for credit
@@ -223,6 +223,15 @@ class Batch:
             starts.append(start + number)
             start += size
         return self._on_device(torch.tensor(starts, dtype=torch.long))
+
+    def branch_mask(self, number: int) -> Tensor:
+        """Which rows are branch `number` of a group that is no filler: (B,) bool."""
+        is_chosen = [
+            index == number and not group.is_filler
+            for group in self.groups
+            for index in range(len(group.branches))
+        ]
+        return self._on_device(torch.tensor(is_chosen, dtype=torch.bool))
 
     def with_columns(self, **columns: Unpack[Columns]) -> "Batch":
         """Add columns, or replace them."""

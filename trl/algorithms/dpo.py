@@ -1,0 +1,164 @@
+"""DPO: the policy learns which of two answers is preferred, without a reward model."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..batch import Batch, Columns, Step
+from ..online.metrics import MetricStore, record_accuracy, record_entropy
+from ..ops.logit_statistics import Collision, MeanLogit
+from ..ops.masking import masked_sum
+from ..ops.preference_losses import (
+    PAIR_LOSSES,
+    RANKED,
+    PairOptions,
+    PairScores,
+    aot_partners,
+    shared_length_weights,
+)
+from ..types import TokenScores
+from .base import LossTerms, Needs
+from .preferences import PreferenceAlgorithm
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPO(PreferenceAlgorithm):
+    """Losses of pairs, averaged over the pairs of an optimizer step (arXiv 2305.18290).
+
+    A group is a pair: its first branch is the chosen answer, its second the rejected one. The loss
+    "sft" is the negative log-likelihood of chosen answers, averaged over their tokens.
+    """
+
+    # Weight of each loss: keys of `PAIR_LOSSES`, and "sft".
+    losses: Mapping[str, float] = field(default_factory=lambda: {"sigmoid": 1.0})
+    beta: float = 0.1
+    options: PairOptions = PairOptions()  # of the losses, with the same beta
+    ld_alpha: float | None = None  # weight of tokens beyond the shorter answer's length; None: 1
+    use_weighting: bool = False  # weight pairs by how likely their answers are (WPO)
+    has_reference: bool = True
+
+    @property
+    def needs(self) -> Needs:
+        """The reference; for aot losses, log-probabilities before the update."""
+        return Needs(
+            old_logps=bool(self._ranked),
+            ref_logps=self.has_reference,
+            statistic=Collision() if self.use_weighting else None,
+            logged_statistic=MeanLogit(),
+            whole_groups=True,
+        )
+
+    @property
+    def _ranked(self) -> list[str]:
+        """Losses that compare an answer with answers of other pairs of the step."""
+        return [name for name in self.losses if name in RANKED]
+
+    def answer_logps(self, logps: Tensor, batch: Batch) -> Tensor:
+        """Return log-probabilities of answers (B,); tokens may weigh `ld_alpha`."""
+        if self.ld_alpha is not None:
+            lengths = batch.by_group(batch.lengths)
+            logps = logps * shared_length_weights(
+                lengths=lengths.flatten(),
+                counterparts=lengths.flip(1).flatten(),
+                width=logps.shape[1],
+                alpha=self.ld_alpha,
+            )
+        return logps.sum(1)
+
+    def credit(self, step: Step, metrics: MetricStore) -> Step:
+        """For aot losses, find what each answer is compared with, among all pairs of the step."""
+        if not self._ranked:
+            return step
+        local = torch.cat([self._old_and_reference(batch) for batch in step.batches]).cpu()
+        of_ranks = step.ranks.gather_objects(local)
+        first = sum(len(pairs) for pairs in of_ranks[: step.ranks.rank])
+        policy, reference = torch.cat(of_ranks).unbind(1)
+        for name in self._ranked:
+            partners = aot_partners(name, policy, reference)[first : first + len(local)]
+            step = _with_partners(name, partners, step)
+        return step
+
+    def _old_and_reference(self, batch: Batch) -> Tensor:
+        """Log-probabilities (P, 2, 2) of pairs: of policy and reference, chosen and rejected."""
+        policy = batch.by_group(self.answer_logps(batch.columns["old_logps"], batch))
+        reference = batch.by_group(self.ref_answer_logps(batch))
+        return torch.stack([policy, reference], 1)[batch.group_mask]
+
+    def loss(self, scores: TokenScores, batch: Batch, metrics: MetricStore) -> LossTerms:
+        """Return the sum over pairs, and that over the tokens of chosen answers."""
+        ratios = self.log_ratios(scores, batch)
+        losses = self._pair_losses(ratios, batch)
+        if self.use_weighting:
+            losses = losses * _confidence(scores, batch)
+        self._record(scores, ratios.detach(), batch, metrics)
+        terms = {"pairs": (masked_sum(losses, batch.group_mask), batch.totals.groups)}
+        if weight := self.losses.get("sft"):
+            logps = masked_sum(scores.logps.sum(1), batch.branch_mask(0))
+            terms["sft"] = (-weight * logps, batch.totals.first_tokens)
+        return terms
+
+    def _pair_losses(self, ratios: Tensor, batch: Batch) -> Tensor:
+        """Losses of pairs (G,) from log-ratios (B,)."""
+        chosen, rejected = batch.by_group(ratios).unbind(1)
+        chosen_lengths, rejected_lengths = batch.by_group(batch.lengths).unbind(1)
+        losses = torch.zeros_like(chosen)
+        for name, weight in self.losses.items():
+            if name == "sft":
+                continue
+            chosen_partners = rejected_partners = None
+            if name in RANKED:
+                partners = batch.columns["aot_logps" if name == "aot" else "aot_unpaired_logps"]
+                chosen_partners, rejected_partners = batch.by_group(partners).unbind(1)
+            pairs = PairScores(
+                chosen=chosen,
+                rejected=rejected,
+                chosen_lengths=chosen_lengths,
+                rejected_lengths=rejected_lengths,
+                chosen_partners=chosen_partners,
+                rejected_partners=rejected_partners,
+            )
+            losses = losses + weight * PAIR_LOSSES[name](pairs, self.options)
+        return losses
+
+    def _record(
+        self, scores: TokenScores, ratios: Tensor, batch: Batch, metrics: MetricStore
+    ) -> None:
+        sides = {"chosen": batch.branch_mask(0), "rejected": batch.branch_mask(1)}
+        self.record_sides(scores, ratios, sides, batch, metrics)
+        chosen, rejected = batch.by_group(self.beta * ratios).unbind(1)
+        margins, mask = chosen - rejected, batch.group_mask
+        metrics.mean("rewards/margins", masked_sum(margins, mask), mask.sum())
+        metrics.mean("rewards/accuracies", ((margins > 0) & mask).sum(), mask.sum())
+        metrics.mean("rewards/ties", ((margins == 0) & mask).sum(), mask.sum())
+        if scores.entropies is not None and scores.hits is not None:
+            record_entropy(metrics, scores.entropies.detach(), batch.loss_mask)
+            chosen_tokens = batch.loss_mask & sides["chosen"][:, None]
+            record_accuracy(metrics, scores.hits, chosen_tokens)
+
+
+def _with_partners(name: str, partners: Tensor, step: Step) -> Step:
+    """Give the answers of a step their partners (P, 2), of pairs that are no fillers."""
+    batches, first = [], 0
+    for batch in step.batches:
+        mask = batch.row_mask
+        column = torch.zeros(len(batch), dtype=partners.dtype, device=mask.device)
+        count = int(batch.group_mask.sum())
+        column[mask] = partners[first : first + count].flatten().to(mask.device)
+        first += count
+        is_aot = name == "aot"
+        columns = Columns(aot_logps=column) if is_aot else Columns(aot_unpaired_logps=column)
+        batches.append(batch.with_columns(**columns))
+    return step.map(batches)
+
+
+def _confidence(scores: TokenScores, batch: Batch) -> Tensor:
+    """Weights of pairs (G,): how likely answers are next to tokens drawn from the policy.
+
+    See WPO (arXiv 2406.11827).
+    """
+    if scores.log_collision is None:
+        raise ValueError("use_weighting=True needs `log_collision`: see `needs`.")
+    relative = (scores.logps.detach() - scores.log_collision).sum(1)
+    return batch.by_group(relative / batch.lengths.clamp(min=1)).sum(1).exp()

@@ -1,0 +1,97 @@
+"""KTO: answers that are desirable or not, each on its own."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..batch import Batch, Step
+from ..distributed import Ranks
+from ..online.metrics import MetricStore, record_entropy
+from ..ops.logit_statistics import MeanLogit
+from ..ops.masking import masked_sum
+from ..ops.preference_losses import kto_loss
+from ..types import TokenScores
+from .base import LossTerms, Needs
+from .preferences import PreferenceAlgorithm
+
+
+@dataclass(frozen=True, kw_only=True)
+class KTO(PreferenceAlgorithm):
+    """Losses of answers with a label, averaged over an optimizer step (arXiv 2402.01306).
+
+    The first branch of a group is its answer. For the KL estimate, a second branch is the answer of
+    another example, with no token in the loss.
+    """
+
+    beta: float = 0.1
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+    estimates_kl: bool = True  # False: answers are compared with 0
+
+    @property
+    def needs(self) -> Needs:
+        """The reference."""
+        return Needs(ref_logps=True, logged_statistic=MeanLogit(), whole_groups=True)
+
+    def credit(self, step: Step, metrics: MetricStore) -> Step:
+        """Estimate the KL divergence of the step from its `mismatched_ratios`."""
+        if self.estimates_kl:
+            ratios = [batch.columns["mismatched_ratios"] for batch in step.batches]
+            kl = self.estimate_kl(ratios, step.batches, step.ranks)
+        else:
+            kl = torch.zeros((), device=step.batches[0].loss_mask.device)
+        return step.map([batch.with_columns(kl=kl.expand(len(batch))) for batch in step.batches])
+
+    def estimate_kl(self, ratios: list[Tensor], batches: list[Batch], ranks: Ranks) -> Tensor:
+        """Estimate the KL divergence (), at least 0, of batches of all ranks.
+
+        It is the mean over groups of the log-ratio (B,) of a mismatched answer, which is the same
+        at all rows of the group.
+        """
+        masks = torch.cat([batch.branch_mask(0) for batch in batches])
+        total = masked_sum(torch.cat(ratios).detach(), masks)
+        total, count = ranks.sum(torch.stack([total, masks.sum()])).unbind()
+        return (total / count.clamp(min=1)).clamp(min=0)
+
+    def mismatched_ratios(self, logps: Tensor, batch: Batch) -> Tensor:
+        """Return the log-ratio of each group's mismatched answer, at all of its rows: (B,).
+
+        `logps` (B, C) are of the tokens of the batch.
+        """
+        ratios = self.answer_logps(logps, batch) - self.ref_answer_logps(batch)
+        sizes = torch.tensor(batch.group_sizes, device=ratios.device)
+        return ratios[batch.branch_rows(1)].repeat_interleave(sizes)
+
+    def loss(self, scores: TokenScores, batch: Batch, metrics: MetricStore) -> LossTerms:
+        """Return the sum over answers; the batch has the column `kl`."""
+        self.record(scores, batch, metrics)
+        metrics.value("kl", batch.columns["kl"][0])
+        losses = self.sum_of_losses(self.log_ratios(scores, batch), batch)
+        return {"kto": (losses, batch.totals.groups)}
+
+    def sum_of_losses(self, ratios: Tensor, batch: Batch) -> Tensor:
+        """Add the losses () of answers up; `ratios` are log-ratios (B,)."""
+        label = batch.columns["label"]
+        weights = torch.where(label, self.desirable_weight, self.undesirable_weight)
+        losses = weights * kto_loss(ratios, label, batch.columns["kl"], self.beta)
+        return masked_sum(losses, batch.branch_mask(0))
+
+    def predictions(self, scores: TokenScores, batch: Batch) -> Mapping[str, Tensor]:
+        """Return the implied reward and the log-probability of each answer (G, 1)."""
+        values = super().predictions(scores, batch)
+        return {name: value[:, :1] for name, value in values.items()}
+
+    def record(self, scores: TokenScores, batch: Batch, metrics: MetricStore) -> None:
+        """Record means over desirable answers, as chosen ones, and over undesirable ones."""
+        ratios = self.log_ratios(scores, batch).detach()
+        mask, label = batch.branch_mask(0), batch.columns["label"]
+        sides = {"chosen": label & mask, "rejected": ~label & mask}
+        self.record_sides(scores, ratios, sides, batch, metrics)
+        chosen = masked_sum(self.beta * ratios, sides["chosen"])
+        rejected = masked_sum(self.beta * ratios, sides["rejected"])
+        counts = torch.stack([sides["chosen"].sum(), sides["rejected"].sum()])
+        metrics.mean("rewards/margins", torch.stack([chosen, -rejected]), counts)
+        if scores.entropies is not None:
+            record_entropy(metrics, scores.entropies.detach(), batch.loss_mask)
