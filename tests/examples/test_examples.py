@@ -203,7 +203,7 @@ def test_configurations_hold_options_of_the_right_types(path, tmp_path):
     (tmp_path / "own.yaml").write_text(yaml.safe_dump(own))
     words = ["--config", str(tmp_path / "own.yaml"), "--use_cpu"]
     script, training, *_ = command.make_parser().parse_args_and_config(words)
-    assert script.dataset_name == config["dataset_name"]
+    assert script.dataset_name == config.get("dataset_name")
     assert training.learning_rate == config["learning_rate"]
     assert training.max_steps == config.get("max_steps", -1)
 
