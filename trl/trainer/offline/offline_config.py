@@ -37,7 +37,7 @@ class OfflineConfig(BaseConfig):
         "label_smoothing_factor": "logits are never held as a whole",
         "neftune_noise_alpha": "its noise depends on the width that rows are padded to",
         "auto_find_batch_size": (
-            "after running out of memory, training continues with smaller pieces of the batch "
+            "after running out of memory, training continues with fewer rows of the batch at once "
             "(recover_from_oom)"
         ),
         "dataloader_drop_last": "the last micro-batch counts in proportion to its tokens",
