@@ -6,7 +6,13 @@ from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from trl.generation.vllm.server.client import PROTOCOL
-from trl.generation.vllm.server.secret import ANSWER, REQUEST, WEIGHTS, SignedRequest, shared_secret
+from trl.generation.vllm.server.secret import (
+    REQUEST_HEADER,
+    RESPONSE_HEADER,
+    WEIGHTS_ROUTE,
+    SignedRequest,
+    shared_secret,
+)
 
 FACTS = {"protocol": PROTOCOL, "vllm": "0.32.0", "shape": {}, "dtype": "float32", "context": 64}
 FACTS |= {"logprobs_mode": "processed_logprobs", "workers": 1, "gpu": None}
@@ -69,16 +75,16 @@ def stub_server(routes):
         def do_GET(self):
             size = int(self.headers.get("Content-Length") or 0)
             body = self.rfile.read(size) if size else None
-            body = json.loads(body) if body and self.path != WEIGHTS else body
+            body = json.loads(body) if body and self.path != WEIGHTS_ROUTE else body
             status, found = stub.answer(self.path, body)
             text = found.encode() if isinstance(found, str) else json.dumps(found).encode()
             with suppress(ConnectionError):  # the client may not have waited
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(text)))
                 if stub.proves:
-                    nonce = self.headers[REQUEST].split(":")[1]
+                    nonce = self.headers[REQUEST_HEADER].split(":")[1]
                     claim = SignedRequest(shared_secret(), "", "", "", "", nonce)
-                    self.send_header(ANSWER, claim.answer(status, text))
+                    self.send_header(RESPONSE_HEADER, claim.sign_response(status, text))
                 self.end_headers()
                 self.wfile.write(text)
 

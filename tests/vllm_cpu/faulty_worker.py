@@ -71,7 +71,7 @@ class FaultyWorker(WeightWorker):
 
     def trl_test_zero(self):
         """Forget the weights, as a server that was started again."""
-        self._trl_receiver.held = None
+        self._trl_receiver.held_sync = None
         for parameter in self.get_model().parameters():
             torch.nn.init.zeros_(parameter)
 

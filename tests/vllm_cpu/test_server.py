@@ -23,7 +23,7 @@ from vllm_server import connected_pool, server_backend, shared_server
 from trl.generation.base import Sampling
 from trl.generation.vllm.server.backend import MOST_REQUESTS, ServerPool
 from trl.generation.vllm.server.client import ServerError, VLLMClient
-from trl.generation.vllm.server.secret import WEIGHTS
+from trl.generation.vllm.server.secret import WEIGHTS_ROUTE
 from trl.generation.vllm.weight_verifier import WeightSyncError
 from trl.types import Prompts
 
@@ -101,14 +101,14 @@ def test_many_prompts_are_asked_by_few_threads_and_answered_as_alone():
     model = policy_model()
     found = server_backend(model)
     many = Prompts(messages=["x"] * 600, token_ids=[[place % 50 + 2] for place in range(600)])
-    most, ask = [], VLLMClient.ask
+    most, ask = [], VLLMClient.request
 
     def counted(*args, **options):
         most.append(threading.active_count())
         return ask(*args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(VLLMClient, "ask", counted)
+        patch.setattr(VLLMClient, "request", counted)
         before = threading.active_count()
         rows = found.generate(many, greedy_of(600), 1)
     assert len(most) >= 600 and max(most) <= before + MOST_REQUESTS
@@ -171,13 +171,14 @@ def test_a_weight_that_changes_on_the_way_stops_training(monkeypatch):
     send, found = VLLMClient._send, server_backend(policy_model())
 
     def changed(self, method, path, content, *others):
-        if path == WEIGHTS:
+        if path == WEIGHTS_ROUTE:
             content = content[:-5] + bytes([content[-5] ^ 1]) + content[-4:]
         return send(self, method, path, content, *others)
 
     monkeypatch.setattr(VLLMClient, "_send", changed)
     with pytest.raises(
-        ServerError, match=f"at model.embed.*POST {WEIGHTS} with status 400: .*altered or damaged"
+        ServerError,
+        match=f"at model.embed.*POST {WEIGHTS_ROUTE} with status 400: .*altered or damaged",
     ):
         found.generate(PROMPTS, sampling(), 4)
 

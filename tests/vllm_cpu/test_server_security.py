@@ -15,10 +15,10 @@ from trl.generation.vllm.server.backend import ServerPool
 from trl.generation.vllm.server.client import SecretError, ServerError, VLLMClient
 from trl.generation.vllm.server.guard import ROUTES
 from trl.generation.vllm.server.secret import (
-    ANSWER,
-    CHALLENGE,
-    REQUEST,
-    WEIGHTS,
+    CHALLENGE_HEADER,
+    REQUEST_HEADER,
+    RESPONSE_HEADER,
+    WEIGHTS_ROUTE,
     SignedRequest,
     digest,
 )
@@ -27,7 +27,7 @@ pytestmark = [needs_vllm, pytest.mark.vllm]
 SECRET = "of trainer and server"
 DESCRIBE = json.dumps({"method": "trl_describe"}).encode()
 BESIDE = {("GET", path) for path in ("/docs", "/metrics", "/nothing")}
-BESIDE |= {("OPTIONS", "/health"), ("POST", WEIGHTS)}
+BESIDE |= {("OPTIONS", "/health"), ("POST", WEIGHTS_ROUTE)}
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def running():
 def ask(server, method, path, body=b"", claim=None):
     """Status, headers and body of an answer, with no header or with that of a claim."""
     connection = HTTPConnection("127.0.0.1", server.port, timeout=20)
-    headers = {} if claim is None else {REQUEST: claim}
+    headers = {} if claim is None else {REQUEST_HEADER: claim}
     connection.request(method, path, body, headers)
     answer = connection.getresponse()
     return answer.status, answer.headers, answer.read()
@@ -52,11 +52,13 @@ def ask(server, method, path, body=b"", claim=None):
 def claim_of(server, method, path, body=b"", secret=SECRET):
     """A claim as a trainer makes it, with the word that the server gives to everyone."""
     _, headers, _ = ask(server, "GET", "/health")
-    return SignedRequest(secret.encode(), headers[CHALLENGE], method, path, digest(body)).header
+    return SignedRequest(
+        secret.encode(), headers[CHALLENGE_HEADER], method, path, digest(body)
+    ).header
 
 
 def all_routes(server):
-    paths = VLLMClient(server.url, 20.0).ask("GET", "/openapi.json")["paths"]
+    paths = VLLMClient(server.url, 20.0).request("GET", "/openapi.json")["paths"]
     return {(kind.upper(), path) for path, kinds in paths.items() for kind in kinds} | BESIDE
 
 
@@ -66,7 +68,7 @@ def test_no_route_answers_without_the_secret_or_with_another(running):
     for method, path in sorted(routes):
         for claim in (None, claim_of(running, method, path, secret="another")):
             status, headers, body = ask(running, method, path, claim=claim)
-            assert (status, headers[ANSWER]) == (401, None), (method, path)
+            assert (status, headers[RESPONSE_HEADER]) == (401, None), (method, path)
             assert body in (b"", b'{"error": {"message": "secret"}}')
 
 
@@ -145,7 +147,7 @@ def test_weights_that_were_recorded_are_refused(running, monkeypatch):
         for method, path, content, claim in recorded:
             for body in (content, content[:-1] + b"x"):
                 assert ask(running, method, path, body, claim)[0] == 401
-    assert WEIGHTS in [path for _, path, _, _ in recorded]
+    assert WEIGHTS_ROUTE in [path for _, path, _, _ in recorded]
 
 
 def test_a_run_opens_no_port(running):

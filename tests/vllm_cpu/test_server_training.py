@@ -57,7 +57,7 @@ def test_evaluation_uses_the_same_server(tmp_path):
     assert len(completions(tmp_path, "eval")) == 2 * 8
     assert len(logged(trainer, "eval_reward")) == 2
     assert trainer.backend.context_length == 128
-    assert trainer.backend._syncs == 3, "one for each step, and one for the last evaluation"
+    assert trainer.backend._num_syncs == 3, "one for each step, and one for the last evaluation"
 
 
 @pytest.mark.parametrize(

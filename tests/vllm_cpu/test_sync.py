@@ -50,7 +50,7 @@ def test_every_entry_of_the_engine_is_traced(kind, changes):
     found = backend(model, engine_=None if usual else fresh_engine(model))
     found.sync_weights(0)
     assert gap(model, found.generate(PROMPTS, sampling(), 4)) <= 1e-4
-    assert found._proof.unproven == []
+    assert found._verifier.unverified == []
 
 
 def test_text_changes_after_a_step_and_log_probabilities_follow():
@@ -89,7 +89,7 @@ def test_a_sync_needs_memory_for_one_layer():
         pass
     sizes = [parameter.nbytes for parameter in model.parameters()]
     assert max(sizes) <= made.peak - before <= 10 * max(sizes) <= sum(sizes) / 5
-    assert found._held[0] == 1
+    assert found._synced[0] == 1
 
 
 def test_weights_that_moved_without_a_step_are_sent():

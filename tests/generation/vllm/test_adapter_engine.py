@@ -30,10 +30,10 @@ Q = {"target_modules": ["q_proj"]}
 def held():
     """Room for rank 4, and a layer without adapter."""
     slots = {name: (torch.zeros(4, 3), torch.zeros(4, 4)) for name in ("a.q", "b.q", "a.k")}
-    for pair in SENT:
-        first, second = slots[pair.layer]
-        first[: len(pair.first)] = pair.first
-        second[:, : len(pair.first)] = pair.second
+    for factors in SENT:
+        first, second = slots[factors.layer]
+        first[: len(factors.a)] = factors.a
+        second[:, : len(factors.a)] = factors.b
     return slots
 
 
@@ -139,10 +139,10 @@ def test_factors_on_base_weights_are_the_merged_weights(options):
     plain = tiny_model().state_dict()
     assert found.keys() == plain.keys()
     assert all(torch.equal(found[name], value) for name, value in plain.items())
-    pairs = list(lora_factors(model))
-    assert len(pairs) == 4
-    for pair in pairs:
-        found[f"{pair.layer}.weight"] += pair.second @ pair.first
+    all_factors = list(lora_factors(model))
+    assert len(all_factors) == 4
+    for factors in all_factors:
+        found[f"{factors.layer}.weight"] += factors.b @ factors.a
     for name, weight in full_weights(model):
         assert torch.allclose(found[name], weight, atol=1e-6)
 

@@ -6,8 +6,8 @@ from shared_vllm import model_policy
 from torch import nn
 
 from trl.generation.base import Generations, Sampling
-from trl.generation.vllm.backend import BOUNDS, VLLMBackend, VLLMColocateBackend
-from trl.generation.vllm.sampling import Request
+from trl.generation.vllm.backend import LOGP_TOLERANCES, VLLMBackend, VLLMColocateBackend
+from trl.generation.vllm.sampling import CompletionRequest
 from trl.generation.vllm.weight_verifier import WeightSyncError
 from trl.types import Prompts, prefixes_of
 
@@ -19,7 +19,7 @@ class Table(VLLMBackend):
     """Notes what it is asked for; log-probabilities of the last engine are off by `gap`."""
 
     def __init__(self, gap=0.0, problem=None, context=8, others=(), **options):
-        options |= {"engines": 2, "temperature": 0.7, "weights": lambda model: iter(())}
+        options |= {"num_engines": 2, "temperature": 0.7, "weights": lambda model: iter(())}
         super().__init__(POLICY, context, **options)
         self.calls, self.gap, self.problem, self.others = [], gap, problem, others
 
@@ -35,7 +35,11 @@ class Table(VLLMBackend):
 
     def _run(self, requests, sampling):
         self.calls.append((requests, sampling))
-        ids = [[request.token_ids[0], row] for request in requests for row in range(request.count)]
+        ids = [
+            [request.token_ids[0], row]
+            for request in requests
+            for row in range(request.num_completions)
+        ]
         logps = [[-1.0] * 2 for _ in ids[:-1]] + [[self.gap - 1.0] * 2]
         return Generations(
             completion_ids=ids, finish_reasons=["length"] * len(ids), sampling_logps=logps
@@ -45,7 +49,7 @@ class Table(VLLMBackend):
 def test_the_order_of_a_round():
     found, sampling = Table(), Sampling(max_tokens=1, seeds=(3, 4))
     found.generate(PROMPTS, sampling, 2)
-    asked = [Request([5, 6, 7], 2, 3)]
+    asked = [CompletionRequest([5, 6, 7], 2, 3)]
     assert found.calls == ["weights", "send", "kv_cache", (asked, sampling)]
 
 
@@ -94,7 +98,7 @@ def test_the_probe_is_what_fits_and_comes_at_some_syncs():
         found.sync_weights(step)
         found.generate(long, Sampling(max_tokens=1, temperature=0.5), 1)
     probes = [asked for asked in found.calls if isinstance(asked, tuple) and len(asked[0]) == 2]
-    one = Request(list(range(19)), 1, 0)
+    one = CompletionRequest(list(range(19)), 1, 0)
     assert [(requests, few.max_tokens, few.temperature) for requests, few in probes] == [
         ([one, one], 1, 0.7)
     ] * 2
@@ -103,7 +107,7 @@ def test_the_probe_is_what_fits_and_comes_at_some_syncs():
 
 @pytest.mark.parametrize("share", [0.9, 1.1])
 def test_the_engine_that_is_farthest_off_counts(share):
-    found = Table(gap=share * BOUNDS[torch.float32], probe_syncs=1)
+    found = Table(gap=share * LOGP_TOLERANCES[torch.float32], probe_syncs=1)
     if share < 1:
         found.generate(PROMPTS, Sampling(max_tokens=1), 2)
         return
@@ -116,7 +120,7 @@ def test_each_rank_takes_its_rows():
     found = Table(others=shares)
     rows = found.generate(PROMPTS, Sampling(max_tokens=1, seeds=(5, 6)), 2)
     assert rows.completion_ids == [[5, 0], [5, 1]] and len(rows.sampling_logps) == 2
-    asked = [(request.token_ids[0], request.count) for request in found.calls[-1][0]]
+    asked = [(request.token_ids[0], request.num_completions) for request in found.calls[-1][0]]
     assert asked == [(8, 3), (9, 1), (5, 2), (8, 3), (9, 1)]
 
 
@@ -125,4 +129,8 @@ def test_log_probabilities_of_the_engine_do_not_replace_the_policys():
 
 
 def test_bounds_widen_with_the_rounding_of_the_precision():
-    assert BOUNDS[torch.float32] < BOUNDS[torch.float16] < BOUNDS[torch.bfloat16]
+    assert (
+        LOGP_TOLERANCES[torch.float32]
+        < LOGP_TOLERANCES[torch.float16]
+        < LOGP_TOLERANCES[torch.bfloat16]
+    )

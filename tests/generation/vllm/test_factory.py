@@ -157,7 +157,7 @@ def test_engines_of_all_ranks_have_the_size_of_the_smallest(tmp_path, monkeypatc
 
 
 def test_the_module_says_which_releases_it_is_for():
-    assert (vllm_engine.OLDEST, vllm_engine.NEWEST) == ("0.26", "0.33")
+    assert (vllm_engine.OLDEST_RELEASE, vllm_engine.NEWEST_RELEASE) == ("0.26", "0.33")
 
 
 @needs_vllm

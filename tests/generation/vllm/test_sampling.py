@@ -5,12 +5,12 @@ import pytest
 from trl.generation.base import Sampling
 from trl.generation.vllm.sampling import (
     SEED_LIMIT,
-    Request,
+    CompletionRequest,
     make_requests,
     merge_options,
     needs_detokenizer,
-    parameters,
     read_outputs,
+    sampling_arguments,
 )
 from trl.types import prefixes_of
 
@@ -49,19 +49,23 @@ def test_unknown_and_refused_options(extra, words):
 
 def test_arguments_of_a_request():
     sampling = Sampling(max_tokens=8, temperature=0.7, top_k=5, stop_ids=(1, 2))
-    found = parameters(sampling, 4, 2**63 - 1)
+    found = sampling_arguments(sampling, 4, 2**63 - 1)
     assert (found["n"], found["temperature"], found["top_k"], found["min_p"]) == (4, 0.7, 5, 0.0)
     assert found["stop_token_ids"] == [1, 2] and found["ignore_eos"] and found["logprobs"] == 0
     assert 0 <= found["seed"] < SEED_LIMIT and found["seed"] + 16384 < 2**63
     assert not found["detokenize"]
-    greedy = parameters(merged(do_sample=False, stop=["x"]), 4, 0)
+    greedy = sampling_arguments(merged(do_sample=False, stop=["x"]), 4, 0)
     assert (greedy["n"], greedy["temperature"]) == (1, 0.0)
     assert greedy["detokenize"] and "do_sample" not in greedy
 
 
 def test_a_request_for_each_run_of_a_prompt():
     rows = [[5], [5], [6, 7], [5]]
-    expected = [Request([5], 2, 10), Request([6, 7], 1, 12), Request([5], 1, 13)]
+    expected = [
+        CompletionRequest([5], 2, 10),
+        CompletionRequest([6, 7], 1, 12),
+        CompletionRequest([5], 1, 13),
+    ]
     assert make_requests(prefixes_of(rows), (10, 11, 12, 13)) == expected
     assert make_requests([], ()) == []
 
@@ -76,7 +80,7 @@ def test_answers_are_read_in_the_order_of_rows():
         SimpleNamespace(outputs=[output(1, [4]), output(0, [2, 3], "length")]),
         SimpleNamespace(outputs=[output(0, [5])]),
     ]
-    requests = [Request([9], 2, 0), Request([8], 1, 0)]
+    requests = [CompletionRequest([9], 2, 0), CompletionRequest([8], 1, 0)]
     found = read_outputs(requests, answers)
     assert found.completion_ids == [[2, 3], [4], [5]]
     assert found.finish_reasons == ["length", "stop", "stop"]
@@ -86,9 +90,13 @@ def test_answers_are_read_in_the_order_of_rows():
 @pytest.mark.parametrize("reason", ["abort", "error", None])
 def test_a_request_that_was_given_up_is_no_completion(reason):
     with pytest.raises(RuntimeError, match="instead of stop or length"):
-        read_outputs([Request([9], 1, 0)], [SimpleNamespace(outputs=[output(0, [5], reason)])])
+        read_outputs(
+            [CompletionRequest([9], 1, 0)], [SimpleNamespace(outputs=[output(0, [5], reason)])]
+        )
 
 
 def test_one_greedy_answer_stands_for_the_group():
-    found = read_outputs([Request([9], 3, 0)], [SimpleNamespace(outputs=[output(0, [5])])])
+    found = read_outputs(
+        [CompletionRequest([9], 3, 0)], [SimpleNamespace(outputs=[output(0, [5])])]
+    )
     assert found.completion_ids == [[5]] * 3 and found.sampling_logps == [[-0.5]] * 3

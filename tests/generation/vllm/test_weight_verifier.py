@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from trl.generation.vllm.weight_verifier import CHUNK, WeightVerifier, fingerprint
+from trl.generation.vllm.weight_verifier import CHUNK_WORDS, WeightVerifier, fingerprint
 
 
 class Fused(nn.Module):
@@ -32,18 +32,18 @@ def weights(seed=0):
     return {name: torch.randn(shape, generator=stream) for name, shape in shapes.items()}
 
 
-def sync(proof, sent, load):
+def sync(verifier, sent, load):
     for name, weight in sent.items():
-        proof.load(name, weight, load)
-    return proof.problem()
+        verifier.load(name, weight, load)
+    return verifier.finish_sync()
 
 
 def test_what_arrives_is_proven_at_each_sync():
     model = Fused()
-    proof = WeightVerifier(model)
+    verifier = WeightVerifier(model)
     for seed in range(3):
-        assert sync(proof, weights(seed), model.load) is None
-    assert proof.unproven == []
+        assert sync(verifier, weights(seed), model.load) is None
+    assert verifier.unverified == []
 
 
 def test_a_loader_that_converts_is_named():
@@ -52,23 +52,23 @@ def test_a_loader_that_converts_is_named():
     def load(name, weight):
         model.load(name, -weight if name == "first" else weight)
 
-    proof = WeightVerifier(model)
-    assert sync(proof, weights(), load) is None
-    assert proof.unproven == ["first"]
+    verifier = WeightVerifier(model)
+    assert sync(verifier, weights(), load) is None
+    assert verifier.unverified == ["first"]
 
 
 @pytest.mark.parametrize("name", ["first", "second", "third", "fourth"])
 def test_a_change_after_loading_is_seen(name):
     model = Fused()
-    proof = WeightVerifier(model)
-    assert sync(proof, weights(), model.load) is None
+    verifier = WeightVerifier(model)
+    assert sync(verifier, weights(), model.load) is None
     for key, weight in weights(1).items():
-        proof.load(key, weight, model.load)
+        verifier.load(key, weight, model.load)
     place = {"first": (model.pair, 0), "second": (model.pair, 15), "third": (model.part, 3)}
     parameter, entry = place.get(name, (model.narrow, 6))
     flat = parameter.data.view(-1)
     flat[entry] = flat[entry] * 1.01
-    assert f"{name} was not what was sent" in proof.problem()
+    assert f"{name} was not what was sent" in verifier.finish_sync()
 
 
 def test_entries_that_were_never_loaded_are_counted():
@@ -81,18 +81,18 @@ def test_entries_that_were_never_loaded_are_counted():
 
 def test_a_weight_missing_at_a_later_sync_is_named():
     model = Fused()
-    proof, sent = WeightVerifier(model), weights()
-    assert sync(proof, sent, model.load) is None
+    verifier, sent = WeightVerifier(model), weights()
+    assert sync(verifier, sent, model.load) is None
     del sent["third"]
-    assert sync(proof, sent, model.load) == "third was not sent, unlike at earlier syncs"
-    assert sync(proof, weights(), model.load) is None, "a failure is forgotten"
+    assert sync(verifier, sent, model.load) == "third was not sent, unlike at earlier syncs"
+    assert sync(verifier, weights(), model.load) is None, "a failure is forgotten"
 
 
 def test_many_weights_are_listed_shortly():
     model = Fused()
-    proof = WeightVerifier(model)
-    assert sync(proof, weights(), model.load) is None
-    problem = sync(proof, weights(1), lambda name, weight: None)
+    verifier = WeightVerifier(model)
+    assert sync(verifier, weights(), model.load) is None
+    problem = sync(verifier, weights(1), lambda name, weight: None)
     assert problem == "first, second, third and 1 more were not what was sent"
 
 
@@ -117,9 +117,9 @@ def test_one_flipped_bit_anywhere_changes_a_fingerprint():
 
 
 def test_fingerprints_of_long_tensors_count_places_through():
-    values = torch.randn(2 * CHUNK + 3, generator=torch.Generator().manual_seed(0))
+    values = torch.randn(2 * CHUNK_WORDS + 3, generator=torch.Generator().manual_seed(0))
     swapped = values.clone()
-    swapped[[0, 2 * CHUNK]] = values[[2 * CHUNK, 0]]
+    swapped[[0, 2 * CHUNK_WORDS]] = values[[2 * CHUNK_WORDS, 0]]
     assert fingerprint(values) != fingerprint(swapped)
 
 

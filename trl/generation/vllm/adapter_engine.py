@@ -1,8 +1,11 @@
-"""A vLLM engine that holds base weights and an adapter apart, so that only the adapter is sent."""
+"""A vLLM engine that holds base weights and a LoRA adapter apart, so a sync sends the adapter only.
+
+Factors of a layer are A (rank, inputs) and B (outputs, rank); its weight becomes W + B @ A.
+"""
 
 import json
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -22,31 +25,35 @@ from ..base import PolicyHandle
 from .backend import VLLMColocateBackend
 from .engine import VLLMEngine
 
-ADAPTER = 1  # vLLM's number of the one adapter
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
-SHARED_MEMORY = Path("/dev/shm")  # vLLM takes adapters from folders alone
+ADAPTER_ID = 1  # vLLM's number of the only adapter
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of vLLM's `max_lora_rank`
+SHARED_MEMORY = Path("/dev/shm")  # vLLM loads adapters from folders only
 
 
 @dataclass(frozen=True)
 class LoraFactors:
-    """The change of one linear layer, whose weight becomes `weight + second @ first`."""
+    """The factors of one linear layer."""
 
     layer: str  # its name in the base model
-    first: Tensor  # (rank, inputs)
-    second: Tensor  # (outputs, rank), times the scale of the adapter
+    a: Tensor  # (rank, inputs)
+    b: Tensor  # (outputs, rank), times the scale of the adapter
+
+    @property
+    def rank(self) -> int:
+        return len(self.a)
 
 
 def why_not_plain_lora(model: nn.Module) -> str | None:
-    """What makes a policy more than a frozen model with two factors for some of its layers.
+    """Return why a policy is not a frozen model with LoRA factors on linear layers, else None.
 
-    In words that follow "it has"; None if nothing does. Asked before it is wrapped for training.
+    The text continues "it has". Call this before the model is wrapped for training.
     """
     if not is_peft_model(model):
         return "no adapter"
     config = cast(Any, model).active_peft_config
     if config.peft_type.value != "LORA":
         return f"an adapter of type {config.peft_type.value}, not LoRA"
-    parts = {
+    unsupported_options = {
         "modules_to_save": config.modules_to_save,
         "target_parameters": getattr(config, "target_parameters", None),
         "trainable_token_indices": getattr(config, "trainable_token_indices", None),
@@ -54,13 +61,13 @@ def why_not_plain_lora(model: nn.Module) -> str | None:
         "lora_bias": config.lora_bias,
         "bias": config.bias != "none",
     }
-    set_ones = [name for name, value in parts.items() if value]
-    if set_ones:
-        return f"an adapter with {', '.join(set_ones)}"
+    names = [name for name, value in unsupported_options.items() if value]
+    if names:
+        return f"an adapter with {', '.join(names)}"
     causal = causal_model(model)
-    ends = {id(causal.get_input_embeddings()), id(causal.get_output_embeddings())}
+    embeddings = {id(causal.get_input_embeddings()), id(causal.get_output_embeddings())}
     for name, layer in adapted_layers(causal):
-        if id(layer) in ends or not isinstance(layer.get_base_layer(), nn.Linear):
+        if id(layer) in embeddings or not isinstance(layer.get_base_layer(), nn.Linear):
             return f"an adapter on {name}, which is not a linear layer inside the model"
         if layer.lora_variant or len(layer.active_adapters) != 1:
             return f"more than one pair of factors on {name}"
@@ -69,113 +76,138 @@ def why_not_plain_lora(model: nn.Module) -> str | None:
 
 @torch.no_grad()
 def lora_factors(model: nn.Module) -> Iterator[LoraFactors]:
-    """Yield the factors of each layer, gathered where they are sharded; all ranks take them all."""
+    """Yield the factors of each layer, gathered from shards if necessary. A collective."""
     gather = gather_of(model)
     for name, layer in adapted_layers(causal_model(model)):
         adapter = layer.active_adapters[0]
-        pair = [layer.lora_A[adapter], layer.lora_B[adapter]]
-        with nullcontext() if gather is None else gather(pair):
-            first, second = (whole(m.weight).float().clone() for m in pair)
-            yield LoraFactors(name, first, second * layer.scaling[adapter])
+        modules = [layer.lora_A[adapter], layer.lora_B[adapter]]
+        with nullcontext() if gather is None else gather(modules):
+            a, b = (whole(module.weight).float().clone() for module in modules)
+            yield LoraFactors(name, a, b * layer.scaling[adapter])
 
 
 def base_weights_version(model: nn.Module) -> int:
-    """A number that changes when a weight below the adapter does."""
-    named = causal_model(model).named_parameters()
-    return sum(version_counter(p) for name, p in named if not (p.requires_grad or "lora_" in name))
+    """Return a number that changes when a base weight is modified."""
+    return sum(
+        version_counter(parameter)
+        for name, parameter in causal_model(model).named_parameters()
+        if not parameter.requires_grad and "lora_" not in name
+    )
 
 
 def adapter_arguments(policy: PolicyHandle, dtype: str) -> dict[str, Any]:
-    """Arguments of `vllm.LLM` that hold the adapter apart; a ValueError says why it cannot be."""
-    words = "vllm_sync_adapter_only=True needs a LoRA adapter on a frozen model, but "
+    """Return arguments of `vllm.LLM` for an `AdapterEngine`.
+
+    ValueError: vLLM cannot apply the policy's adapter in `dtype`.
+    """
+    requirement = "vllm_sync_adapter_only=True needs a LoRA adapter on a frozen model, but "
     reason = why_not_plain_lora(policy.model)
     if reason is not None:
-        raise ValueError(f"{words}the policy has {reason}: leave the option out.")
+        raise ValueError(f"{requirement}the policy has {reason}: leave the option out.")
     if policy.ranks.fsdp_version == 1:
-        raise ValueError(f"{words}FSDP1 mixes both in one parameter: use FSDP2.")
+        raise ValueError(f"{requirement}FSDP1 mixes both in one parameter: use FSDP2.")
     if dtype == "float32" and policy.device.type == "cuda":
         raise ValueError(
             "vllm_sync_adapter_only=True: on GPUs vLLM applies adapters in bfloat16 and float16 "
             "only: set bf16=True, or leave the option out."
         )
-    pairs = {pair.layer: len(pair.first) for pair in lora_factors(policy.model)}
-    rank = max(pairs.values())
-    if rank > RANKS[-1]:
+    layer_ranks = {factors.layer: factors.rank for factors in lora_factors(policy.model)}
+    max_rank = max(layer_ranks.values())
+    if max_rank > VLLM_RANKS[-1]:
         raise ValueError(
-            f"vllm_sync_adapter_only=True: vLLM holds adapters up to rank {RANKS[-1]}, and this "
-            f"one has {rank}. Leave the option out, or lower the rank (lora_r)."
+            f"vllm_sync_adapter_only=True: vLLM holds adapters up to rank {VLLM_RANKS[-1]}, and "
+            f"this one has {max_rank}. Leave the option out, or lower the rank (lora_r)."
         )
     return {
         "enable_lora": True,
         "max_loras": 1,
-        "max_lora_rank": next(room for room in RANKS if room >= rank),
-        "lora_target_modules": sorted({name.rpartition(".")[2] for name in pairs}),
+        "max_lora_rank": next(rank for rank in VLLM_RANKS if rank >= max_rank),
+        "lora_target_modules": sorted({name.rpartition(".")[2] for name in layer_ranks}),
     }
 
 
 class AdapterEngine(VLLMEngine):
-    """An engine started with `adapter_arguments`, in which one adapter can be replaced."""
+    """An engine with one adapter that can be replaced; start it with `adapter_arguments`."""
 
     @contextmanager
-    def unwrapped(self) -> Iterator[None]:
-        """Hide the modules that apply adapters: weights are looked up by the names below them."""
-        wrappers = set(cast(Any, self.model.lora_manager).modules.values())
-        wrapped: list[tuple[nn.Module, str, Any]] = [
-            (module, name, child)
-            for module in self.model.modules()
-            for name, child in module.named_children()
+    def without_wrappers(self) -> Iterator[None]:
+        """Take out the modules that apply adapters, so that base weights load by their names."""
+        wrappers = set(self._lora_manager.modules.values())
+        replaced: list[tuple[nn.Module, str, Any]] = [
+            (parent, name, child)
+            for parent in self.model.modules()
+            for name, child in parent.named_children()
             if child in wrappers
         ]
         try:
-            for module, name, wrapper in wrapped:
-                setattr(module, name, wrapper.base_layer)
+            for parent, name, wrapper in replaced:
+                parent.register_module(name, wrapper.base_layer)
             yield
         finally:
-            for module, name, wrapper in wrapped:
-                setattr(module, name, wrapper)
+            for parent, name, wrapper in replaced:
+                parent.register_module(name, wrapper)
 
-    def slots(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """First factors (rank, inputs) and second ones (outputs, rank) of layers before fusion."""
-        found, manager = {}, cast(Any, self.model.lora_manager)
-        for name, module in manager.modules.items():
-            parent, _, last = name.rpartition(".")
-            parts = manager.packed_modules_mapping.get(last, [last])
-            pairs = zip(parts, module.lora_a_stacked, module.lora_b_stacked, strict=True)
-            for part, first, second in pairs:
-                found[f"{parent}.{part}"] = first[0, 0], second[0, 0]
-        return found
+    def loaded_factors(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return the engine's A (rank, inputs) and B (outputs, rank) by layer name.
 
-    def load_adapter(self, factors: Sequence[LoraFactors]) -> None:
-        """Replace the adapter; layers without factors are left without one."""
-        rank = max(len(pair.first) for pair in factors)
-        # Each layer brings its own scale in its second factor.
+        Names are those of the policy, also of layers that vLLM fuses. The engine's rank may be
+        larger than the adapter's.
+        """
+        factors = {}
+        for name, module in self._lora_manager.modules.items():
+            parent, _, last_name = name.rpartition(".")
+            unfused_names = self._lora_manager.packed_modules_mapping.get(last_name, [last_name])
+            for unfused_name, a, b in zip(
+                unfused_names, module.lora_a_stacked, module.lora_b_stacked, strict=True
+            ):
+                factors[f"{parent}.{unfused_name}"] = (a[0, 0], b[0, 0])
+        return factors
+
+    def load_adapter(self, all_factors: Sequence[LoraFactors]) -> None:
+        """Replace the adapter. Layers without factors have none in the new adapter."""
+        rank = max(factors.rank for factors in all_factors)
+        # lora_alpha / r is 1: the scale is in B already.
         config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": []}
         tensors = {}
-        for pair in factors:
-            name = f"base_model.model.{pair.layer}.lora_"
-            tensors[f"{name}A.weight"] = pair.first.to("cpu", self.dtype).contiguous()
-            tensors[f"{name}B.weight"] = pair.second.to("cpu", self.dtype).contiguous()
-        place = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
-        with tempfile.TemporaryDirectory(dir=place) as folder:
+        for factors in all_factors:
+            prefix = f"base_model.model.{factors.layer}"
+            tensors[f"{prefix}.lora_A.weight"] = factors.a.to("cpu", self.dtype).contiguous()
+            tensors[f"{prefix}.lora_B.weight"] = factors.b.to("cpu", self.dtype).contiguous()
+        directory = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
+        with tempfile.TemporaryDirectory(dir=directory) as folder:
             save_file(tensors, Path(folder) / "adapter_model.safetensors")
             (Path(folder) / "adapter_config.json").write_text(json.dumps(config))
-            self._llm.llm_engine.add_lora(self._adapter(folder, load_inplace=True))
+            self._llm.llm_engine.add_lora(self._make_lora_request(folder, load_inplace=True))
 
-    def _adapter(self, folder: str = "loaded", **options: Any) -> Any:
-        kind = require("vllm.lora.request", "vllm_sync_adapter_only=True").LoRARequest
-        return kind("policy", ADAPTER, folder, **options)
+    @property
+    def _lora_manager(self) -> Any:
+        return cast(Any, self.model).lora_manager
+
+    def _lora_request(self) -> Any:
+        return self._make_lora_request("loaded", load_inplace=False)
+
+    def _make_lora_request(self, folder: str, load_inplace: bool) -> Any:
+        module = require("vllm.lora.request", "vllm_sync_adapter_only=True")
+        return module.LoRARequest("policy", ADAPTER_ID, folder, load_inplace=load_inplace)
 
 
 class AdapterBackend(VLLMColocateBackend):
-    """Sends base weights once and then the adapter alone, and proves that both arrived."""
+    """Sends base weights once and then the adapter alone, and verifies that both arrived."""
 
-    def __init__(self, engine: AdapterEngine, policy: PolicyHandle, **options: Any):
+    def __init__(
+        self,
+        engine: AdapterEngine,
+        policy: PolicyHandle,
+        **options: Any,  # of `VLLMColocateBackend`
+    ):
         weights = partial(full_weights, with_adapter=False)
         super().__init__(engine, policy, weights=weights, **options)
-        self._adapted = engine
-        self._base: object = None  # stamp of the base weights it holds
-        layers = [pair.layer for pair in lora_factors(policy.model)]
-        missing = [layer for layer in layers if layer not in engine.slots()]
+        self._adapter_engine = engine
+        self._base_version: int | None = None  # of the base weights that the engine holds
+        applied = engine.loaded_factors()
+        missing = [
+            factors.layer for factors in lora_factors(policy.model) if factors.layer not in applied
+        ]
         if missing:
             raise ValueError(
                 f"vllm_sync_adapter_only=True: vLLM applies no adapter to {missing[0]}; leave the "
@@ -183,34 +215,44 @@ class AdapterBackend(VLLMColocateBackend):
             )
 
     def _send(self, weights: Iterator[tuple[str, Tensor]]) -> str | None:
-        base, problem = base_weights_version(self.policy.model), None
-        if not self._ranks.all(self._base == base):
-            self._base = None
-            with self._adapted.unwrapped():
+        base_version = base_weights_version(self.policy.model)
+        problem = None
+        if not self._ranks.all(self._base_version == base_version):
+            self._base_version = None
+            with self._adapter_engine.without_wrappers():
                 problem = super()._send(weights)
-        # All ranks read the factors, also where there is a problem.
-        factors = list(lora_factors(self.policy.model))
+        # A collective, so even a rank with a problem reads all factors.
+        all_factors = list(lora_factors(self.policy.model))
         if problem is None:
-            self._adapted.load_adapter(factors)
-            self._adapted.reset_prefix_cache()
-            problem = adapter_mismatch(self._adapted.slots(), factors)
-        self._base = None if problem else base
+            self._adapter_engine.load_adapter(all_factors)
+            self._adapter_engine.reset_prefix_cache()
+            problem = adapter_mismatch(self._adapter_engine.loaded_factors(), all_factors)
+        self._base_version = base_version if problem is None else None
         return problem
 
 
 def adapter_mismatch(
-    slots: dict[str, tuple[Tensor, Tensor]], factors: Sequence[LoraFactors]
+    loaded: Mapping[str, tuple[Tensor, Tensor]], sent: Sequence[LoraFactors]
 ) -> str | None:
-    """What is wrong with the adapter in `AdapterEngine.slots`, in words; None if nothing is."""
-    sent, wrong = {pair.layer: pair for pair in factors}, []
-    for name, held in slots.items():
-        first, second = map(torch.zeros_like, held)  # where there is room for more
-        if name in sent:
-            rank = len(sent[name].first)
-            first[:rank], second[:, :rank] = sent[name].first, sent[name].second
-        if not (torch.equal(first, held[0]) and torch.equal(second, held[1])):
+    """Return an error text if the engine's adapter is not the one that was sent, else None.
+
+    `loaded` is `AdapterEngine.loaded_factors()`.
+    """
+    sent_by_layer = {factors.layer: factors for factors in sent}
+    wrong = []
+    for name, (loaded_a, loaded_b) in loaded.items():
+        # Zero where the engine has a larger rank, and in layers without an adapter.
+        expected_a = torch.zeros_like(loaded_a)
+        expected_b = torch.zeros_like(loaded_b)
+        factors = sent_by_layer.get(name)
+        if factors is not None:
+            expected_a[: factors.rank] = factors.a
+            expected_b[:, : factors.rank] = factors.b
+        if not (torch.equal(expected_a, loaded_a) and torch.equal(expected_b, loaded_b)):
             wrong.append(name)
     if not wrong:
         return None
-    more = f" and {len(wrong) - 1} more layers" if len(wrong) > 1 else ""
-    return f"the adapter in {wrong[0]}{more} was not what was sent"
+    layers = wrong[0]
+    if len(wrong) > 1:
+        layers += f" and {len(wrong) - 1} more layers"
+    return f"the adapter in {layers} was not what was sent"

@@ -1,11 +1,11 @@
-"""Generation with vLLM: sync, proof and requests, for an engine in this process or elsewhere."""
+"""Generation with vLLM: weight sync and its verification, for an engine here or on a server."""
 
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,105 +17,116 @@ from ...torch_internals import version_counter
 from ...types import Prefix, Prompts
 from ..base import GenerationBackend, Generations, PolicyHandle, Sampling
 from .engine import VLLMEngine
-from .sampling import Request, make_requests, read_outputs
+from .sampling import CompletionRequest, make_requests, read_outputs
 from .weight_verifier import WeightSyncError, WeightVerifier
 
 logger = logging.get_logger(__name__)
+T = TypeVar("T")
 
-PROBE_PROMPT, PROBE_TOKENS = 64, 16
-# Nats by which a token's log-probability may differ on average between trainer and engine.
-BOUNDS = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+# Lengths of the prompt and completion that compare log-probabilities of trainer and engine.
+PROBE_PROMPT_TOKENS = 64
+PROBE_COMPLETION_TOKENS = 16
+# The mean difference per token in nats, by dtype, above which weights count as different.
+LOGP_TOLERANCES = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 
 
 @dataclass(eq=False)
 class VLLMBackend(GenerationBackend):
-    """Generates with vLLM, and proves after each sync that weights arrived.
+    """Generates with vLLM, and verifies after each sync that the weights arrived.
 
-    While it generates, a `WeightSyncError` says that the engine does not hold the policy's weights.
+    `generate` raises `WeightSyncError` if the engine does not hold the policy's weights.
     """
 
-    policy: PolicyHandle  # whose weights the engine is to hold
-    context: int  # most tokens that the engine sees of a prompt with its completion
+    policy: PolicyHandle
+    context_length: int  # maximum tokens of prompt plus completion
     _: KW_ONLY
-    # Yields name and whole tensor of each weight to send; all ranks go through them together.
+    # Yields name and full tensor of each weight to send. A collective.
     weights: Callable[[nn.Module], Iterator[tuple[str, Tensor]]] = full_weights
-    temperature: float = 1.0  # at which `policy.logps` are computed
-    engines: int = 1  # that hold the weights
-    probe_syncs: int = 0  # log-probabilities are compared at each of so many syncs; 0: never
-    report: Callable[[str, float], None] = lambda name, value: None  # takes each metric
+    temperature: float = 1.0  # of `policy.logps`
+    num_engines: int = 1
+    probe_syncs: int = 0  # log-probabilities are compared once in this many syncs; 0: never
+    report: Callable[[str, float], None] = lambda name, value: None  # records a metric
 
     def __post_init__(self) -> None:
         self._ranks = self.policy.ranks
-        self._wanted = 0
-        self._held: tuple[int, int] | None = None  # step and stamp of the weights it holds
-        self._syncs = 0
-        self._is_due = False  # whether the last sync is still to be probed
-        self._depth = 0
+        self._step = 0  # whose weights the next generation must use
+        # Step and version of the weights that the engine holds; None: unknown.
+        self._synced: tuple[int, int] | None = None
+        self._num_syncs = 0
+        self._needs_probe = False  # after a sync that is to be probed
+        self._awake_depth = 0  # nested `awake` blocks
 
     def sync_weights(self, step: int) -> None:
-        """Note which weights are to generate next; they are sent once the engine is awake."""
-        self._wanted = step
+        """Note which weights the next generation uses. They are sent when the engine is awake."""
+        self._step = step
 
     def generate(self, prompts: Prompts, sampling: Sampling, group_size: int) -> Generations:
         """Complete every row; see `GenerationBackend`."""
         with self._ranks.fail_together("reading prompts"):
             for row, ids in enumerate(prompts.token_ids):
-                if len(ids) >= self.context:
+                if len(ids) >= self.context_length:
                     raise ValueError(
                         f"The prompt of row {row} ({prompts.messages[row]!r:.80}) has {len(ids)} "
-                        f"tokens, but the engine sees only {self.context} with the completion: "
-                        "raise vllm_max_model_length (of a server: --max_model_len) or shorten it."
+                        f"tokens, but the engine sees only {self.context_length} with the "
+                        "completion: raise vllm_max_model_length (of a server: --max_model_len) or "
+                        "shorten it."
                     )
         seeds = sampling.with_seeds(len(prompts)).seeds or ()
         with self.awake():
             self._probe(prompts.token_ids[0])
             started = time.perf_counter()
-            found = self._complete(prompts.prefixes, seeds, sampling)
+            generations = self._complete(prompts.prefixes, seeds, sampling)
             self.report("vllm/generate_seconds", time.perf_counter() - started)
-        return found
+        return generations
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Inside, the engine holds the policy's weights and a cache; outside, maybe neither."""
-        self._depth += 1
+        """Inside, the engine holds the policy's weights and has a KV cache."""
+        self._awake_depth += 1
         try:
-            if self._depth == 1:
+            if self._awake_depth == 1:
                 self._wake("weights")
-                self._send_if_moved()
+                self._send_if_changed()
                 self._wake("kv_cache")
             yield
         finally:
-            self._depth -= 1
-            if not self._depth:
+            self._awake_depth -= 1
+            if self._awake_depth == 0:
                 self._sleep()
 
     @abstractmethod
     def _send(self, weights: Iterator[tuple[str, Tensor]]) -> str | None:
-        """Send weights and drop cached prompts; returns what the proof finds wrong."""
+        """Send and verify weights, and drop cached prompts; return an error text, or None."""
 
     @abstractmethod
-    def _gather_to_engine(self, value: Any) -> tuple[list[Any], int]:
-        """The values of all ranks that ask an engine together, and this rank's place there."""
+    def _gather_to_engine(self, value: T) -> tuple[list[T], int]:
+        """Return the values of all ranks that share an engine, and this rank's index in them."""
 
     @abstractmethod
-    def _run(self, requests: list[Request], sampling: Sampling) -> Generations:
-        """Complete requests, dealt out to the engines in turn; all ranks call it together."""
+    def _run(self, requests: list[CompletionRequest], sampling: Sampling) -> Generations:
+        """Complete requests, distributed over the engines in turn.
+
+        All ranks that share an engine call this with the same requests.
+        """
 
     def _wake(self, part: str) -> None:
-        """Give memory to a part of the engine, if it is one that sleeps."""
+        """Allocate memory for a part of the engine, if it has sleep mode on."""
 
     def _sleep(self) -> None:
-        """Drop weights and cache, if the engine is one that sleeps."""
+        """Free weights and KV cache, if the engine has sleep mode on."""
 
     def _complete(
-        self, prefixes: list[Prefix], seeds: tuple[int, ...], sampling: Sampling
+        self, prefixes: Sequence[Prefix], seeds: tuple[int, ...], sampling: Sampling
     ) -> Generations:
-        """Complete the rows of all ranks that ask together, and take those of this one."""
-        shares, place = self._gather_to_engine((prefixes, seeds))
-        all_prefixes = [prefix for share, _ in shares for prefix in share]
-        all_seeds = [seed for _, share in shares for seed in share]
+        """Complete the rows of all ranks that share an engine; return those of this rank."""
+        rows_of_ranks, rank = self._gather_to_engine((prefixes, seeds))
+        all_prefixes: list[Prefix] = []
+        all_seeds: list[int] = []
+        for rank_prefixes, rank_seeds in rows_of_ranks:
+            all_prefixes += rank_prefixes
+            all_seeds += rank_seeds
         generations = self._run(make_requests(all_prefixes, all_seeds), sampling)
-        start = sum(len(share) for share, _ in shares[:place])
+        start = sum(len(rank_seeds) for _, rank_seeds in rows_of_ranks[:rank])
         own = slice(start, start + len(prefixes))
         return Generations(
             completion_ids=generations.completion_ids[own],
@@ -123,65 +134,86 @@ class VLLMBackend(GenerationBackend):
             sampling_logps=(generations.sampling_logps or [])[own],
         )
 
-    def _stamp(self) -> int:
-        """A number that changes when a weight does."""
+    def _weights_version(self) -> int:
+        """Return a number that changes when a weight is modified."""
         return sum(version_counter(parameter) for parameter in self.policy.model.parameters())
 
-    def _send_if_moved(self) -> None:
-        if self._ranks.all(self._held == (self._wanted, self._stamp())):
+    def _send_if_changed(self) -> None:
+        if self._ranks.all(self._synced == (self._step, self._weights_version())):
             return
         started = time.perf_counter()
-        self._held = None
+        self._synced = None
         with torch.no_grad():
-            self._stop_at(self._send(self.weights(self.policy.model)))
-        self._held = (self._wanted, self._stamp())
-        self._is_due = self.probe_syncs > 0 and self._syncs % self.probe_syncs == 0
-        self._syncs += 1
+            problem = self._send(self.weights(self.policy.model))
+            self._raise_on_all_ranks(problem)
+        self._synced = (self._step, self._weights_version())
+        self._needs_probe = self.probe_syncs > 0 and self._num_syncs % self.probe_syncs == 0
+        self._num_syncs += 1
         self.report("vllm/sync_seconds", time.perf_counter() - started)
 
     def _probe(self, prompt: list[int]) -> None:
-        """Compare log-probabilities of policy and engines, at the first sync and then at some."""
-        if not self._is_due:
+        """After some syncs, compare log-probabilities of policy and engines on one completion."""
+        if not self._needs_probe:
             return
-        self._is_due = False
-        # Ranks that ask an engine together must ask for the same: all take the first one's prompt.
-        prompt = self._gather_to_engine(prompt[-min(PROBE_PROMPT, self.context - 1) :])[0][0]
-        tokens = min(PROBE_TOKENS, self.context - len(prompt))
-        few = Sampling(max_tokens=tokens, temperature=self.temperature)
-        found = self._run([Request(prompt, 1, 0)] * self.engines, few)
-        means = []  # of the differences of a row
-        for ids, logps in zip(found.completion_ids, found.sampling_logps or [], strict=True):
-            pairs = zip(logps, self.policy.logps(prompt, ids), strict=True)
-            means.append(sum(abs(a - b) for a, b in pairs) / len(ids))
-        gap, bound = max(means), BOUNDS[self.policy.dtype]
-        self.report("vllm/logp_gap", gap)
-        words = (
-            f"log-probabilities of a probe differ by {gap:.3g} nats a token, more than {bound:g}"
+        self._needs_probe = False
+        # Ranks that share an engine must send the same request: use the first rank's prompt.
+        prompts, _ = self._gather_to_engine(
+            prompt[-min(PROBE_PROMPT_TOKENS, self.context_length - 1) :]
         )
-        self._stop_at(None if gap <= bound else f"{words} in {self.policy.dtype}")
+        prompt = prompts[0]
+        max_tokens = min(PROBE_COMPLETION_TOKENS, self.context_length - len(prompt))
+        generations = self._run(
+            [CompletionRequest(prompt, 1, 0)] * self.num_engines,
+            Sampling(max_tokens=max_tokens, temperature=self.temperature),
+        )
+        gaps = []
+        for ids, engine_logps in zip(
+            generations.completion_ids, generations.sampling_logps or [], strict=True
+        ):
+            policy_logps = self.policy.logps(prompt, ids)
+            differences = [
+                abs(engine_logp - policy_logp)
+                for engine_logp, policy_logp in zip(engine_logps, policy_logps, strict=True)
+            ]
+            gaps.append(sum(differences) / len(ids))
+        gap = max(gaps)
+        self.report("vllm/logp_gap", gap)
+        tolerance = LOGP_TOLERANCES[self.policy.dtype]
+        problem = None
+        if not gap <= tolerance:  # also if it is NaN
+            problem = (
+                f"log-probabilities of a probe differ by {gap:.3g} nats a token, more than "
+                f"{tolerance:g} in {self.policy.dtype}"
+            )
+        self._raise_on_all_ranks(problem)
 
-    def _stop_at(self, problem: str | None) -> None:
-        """Stop all ranks together if there is a problem on one."""
+    def _raise_on_all_ranks(self, problem: str | None) -> None:
+        """Raise `WeightSyncError` on all ranks if there is a problem on one. A collective."""
         failure = None
         if problem is not None:
-            self._held = None
+            self._synced = None
             failure = WeightSyncError(
-                f"Step {self._wanted}, rank {self._ranks.rank}: the vLLM engine does not hold the "
+                f"Step {self._step}, rank {self._ranks.rank}: the vLLM engine does not hold the "
                 f"weights of the policy: {problem}. Completions would be those of another policy."
             )
         self._ranks.raise_everywhere(failure, "sending weights to vLLM")
 
 
 class VLLMColocateBackend(VLLMBackend):
-    """Generates with vLLM in this process; `tensor_parallel` ranks hold one engine together."""
+    """Generates with vLLM in this process; `tensor_parallel` ranks share an engine."""
 
     def __init__(
-        self, engine: VLLMEngine, policy: PolicyHandle, *, tensor_parallel: int = 1, **options: Any
+        self,
+        engine: VLLMEngine,
+        policy: PolicyHandle,
+        *,
+        tensor_parallel: int = 1,
+        **options: Any,  # of `VLLMBackend`
     ):
-        super().__init__(policy, engine.context, **options)
+        super().__init__(policy, engine.context_length, **options)
         self._engine = engine
-        self._is_alone = tensor_parallel == 1
-        self._proof = WeightVerifier(engine.model)
+        self._shares_engine = tensor_parallel > 1
+        self._verifier = WeightVerifier(engine.model)
         engine.sleep()
 
     def _wake(self, part: str) -> None:
@@ -189,26 +221,27 @@ class VLLMColocateBackend(VLLMBackend):
 
     def _sleep(self) -> None:
         if self._engine.sleep():
-            self._held = None
+            self._synced = None
 
     def _send(self, weights: Iterator[tuple[str, Tensor]]) -> str | None:
         for name, weight in weights:
-            self._proof.load(name, weight.detach().contiguous(), self._engine.load)
+            self._verifier.load(name, weight.detach().contiguous(), self._engine.load)
         self._engine.reset_prefix_cache()
-        problem = self._proof.problem()
-        if problem is None and self._proof.doubt:
-            logger.warning_once(self._proof.doubt)
+        problem = self._verifier.finish_sync()
+        if problem is None and self._verifier.warning:
+            logger.warning_once(self._verifier.warning)
         return problem
 
-    def _gather_to_engine(self, value: Any) -> tuple[list[Any], int]:
-        if self._is_alone:
+    def _gather_to_engine(self, value: T) -> tuple[list[T], int]:
+        if not self._shares_engine:
             return [value], 0
         group = require("vllm.distributed.parallel_state", "use_vllm=True").get_tp_group()
-        found: list[Any] = [None] * group.world_size
-        torch.distributed.all_gather_object(found, value, group=group.cpu_group)
-        return found, group.rank_in_group
+        values: list[Any] = [None] * group.world_size
+        torch.distributed.all_gather_object(values, value, group=group.cpu_group)
+        return values, group.rank_in_group
 
-    def _run(self, requests: list[Request], sampling: Sampling) -> Generations:
-        # Ranks that hold one engine meet inside.
-        with self._ranks.fail_together("generation") if self._is_alone else nullcontext():
+    def _run(self, requests: list[CompletionRequest], sampling: Sampling) -> Generations:
+        # Ranks that share an engine communicate inside, so they cannot be guarded.
+        guard = nullcontext() if self._shares_engine else self._ranks.fail_together("generation")
+        with guard:
             return read_outputs(requests, self._engine.generate(requests, sampling))

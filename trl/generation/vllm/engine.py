@@ -1,16 +1,17 @@
-"""A vLLM engine in the training process: how it is started, and what can be done with it."""
+"""A vLLM engine in the training process: how it starts, and what the backend does with it."""
 
 import copy
 import os
 import tempfile
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from ...distributed import Ranks, without_zero3_init
@@ -19,16 +20,18 @@ from ...ops.matmul_precision import matmul_precision_kept
 from ...random_numbers import preserve_rng_state
 from ..base import Sampling
 from .internals import keep_process_groups, renamed_shared_memory, switch_off_repacking
-from .sampling import Request, parameters
+from .sampling import CompletionRequest, sampling_arguments
 
 logger = logging.get_logger(__name__)
 
-OLDEST, NEWEST = "0.26", "0.33"  # releases this module is written for
-CPU_BLOCK = 32  # tokens; vLLM's default of 128 would share few prompts
-PARTS = ("weights", "kv_cache")
-# With what `vllm.LLM` is made, whatever the options are.
-FIXED = {
-    "load_format": "dummy",  # the policy's own weights follow
+# The releases of vLLM this module is written for.
+OLDEST_RELEASE = "0.26"
+NEWEST_RELEASE = "0.33"
+CPU_BLOCK_SIZE = 32  # tokens; with vLLM's default of 128, few prompts would share blocks
+SLEEPING_PARTS = ("weights", "kv_cache")
+# Arguments of every `vllm.LLM`.
+FIXED_ARGUMENTS = {
+    "load_format": "dummy",  # the policy's weights are loaded later
     "generation_config": "vllm",
     "logprobs_mode": "processed_logprobs",
     "enable_prefix_caching": True,
@@ -36,12 +39,14 @@ FIXED = {
 
 
 def check_platform(sleeps: bool) -> None:
-    """Check vLLM itself, and whether it can sleep if it is to, before anything is loaded."""
-    vllm = require("vllm", "use_vllm=True")
-    oldest, found, newest = map(major_minor, (OLDEST, vllm.__version__, NEWEST))
-    if not oldest <= found <= newest:
+    """Warn about untested releases of vLLM. ValueError: `sleeps`, but the device has no sleep mode.
+
+    Called before anything is loaded.
+    """
+    version = require("vllm", "use_vllm=True").__version__
+    if not major_minor(OLDEST_RELEASE) <= major_minor(version) <= major_minor(NEWEST_RELEASE):
         logger.warning_once(
-            f"vLLM {vllm.__version__} is outside the supported range {OLDEST} to {NEWEST}; "
+            f"vLLM {version} is outside the supported range {OLDEST_RELEASE} to {NEWEST_RELEASE}; "
             "generation may fail or give different results."
         )
     platform = require("vllm.platforms", "use_vllm=True").current_platform
@@ -53,70 +58,70 @@ def check_platform(sleeps: bool) -> None:
 
 
 class VLLMEngine:
-    """What the colocated backend does with vLLM's `LLM`; knows which parts of it are awake."""
+    """Wraps `vllm.LLM` for the colocated backend, and tracks which parts of it are awake."""
 
     def __init__(self, llm: Any, sleeps: bool = False):
         self._llm = llm
-        self._sleeps = sleeps
-        self._awake = set(PARTS)
-        self.context: int = llm.model_config.max_model_len
+        self._sleeps = sleeps  # whether `sleep` frees memory
+        self._awake = set(SLEEPING_PARTS)
+        self.context_length: int = llm.model_config.max_model_len
         self.dtype: torch.dtype = llm.model_config.dtype
         self.model: nn.Module = llm.apply_model(lambda model: model)[0]
         self.on_cpu = next(self.model.parameters()).device.type == "cpu"
 
     def wake(self, part: str) -> None:
-        """Give memory to the weights or to the cache, unless they have it."""
+        """Allocate memory for the weights or the KV cache, unless they have it."""
         if part not in self._awake:
             torch.cuda.empty_cache()
             self._llm.wake_up(tags=[part])
             self._awake.add(part)
 
     def sleep(self) -> bool:
-        """Drop weights and cache, if the engine is one that sleeps; whether it is."""
+        """Free weights and KV cache if the engine has sleep mode on; return whether it has."""
         if self._sleeps and self._awake:
             self._llm.sleep(level=2)
             self._awake.clear()
         return self._sleeps
 
     def load(self, name: str, weight: Tensor) -> None:
-        """Write one weight, under the name it has in a checkpoint, in place."""
+        """Write a weight, named as in a checkpoint, in place."""
         self.model.load_weights([(name, weight)])
 
     def reset_prefix_cache(self) -> None:
-        """Drop cached prompts, which were computed with other weights."""
+        """Drop cached prompts, which were computed with earlier weights."""
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM kept its prefix cache: requests are still running.")
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Any]:
-        """Complete all requests; returns vLLM's `RequestOutput`s in their order."""
+    def generate(self, requests: Sequence[CompletionRequest], sampling: Sampling) -> list[Any]:
+        """Complete all requests; return vLLM's `RequestOutput`s in their order."""
         prompts = [{"prompt_token_ids": request.token_ids} for request in requests]
-        wanted = [_sampling_params(sampling, request) for request in requests]
+        parameters = [_sampling_params(sampling, request) for request in requests]
         with unchanged_process(), _uncompiled(self.on_cpu):
             try:
                 return self._llm.generate(
-                    prompts, wanted, use_tqdm=False, lora_request=self._adapter()
+                    prompts, parameters, use_tqdm=False, lora_request=self._lora_request()
                 )
             except torch.OutOfMemoryError as error:
-                # Fewer requests would not help: the engine bounds what it computes by itself.
+                # Fewer requests would not help: the engine limits its batches itself.
                 raise RuntimeError(
                     "The vLLM engine ran out of memory. Lower vllm_gpu_memory_utilization, or set "
                     "vllm_enable_sleep_mode=True."
                 ) from error
             finally:
-                # After an error or an interrupt, requests must not go on in the next call.
+                # After an error or interrupt, requests must not run on in the next call.
                 engine = self._llm.llm_engine
                 if engine.has_unfinished_requests():
                     with suppress(KeyError):
-                        names = list(engine.output_processor.request_states)
-                        engine.abort_request(names, internal=True)
+                        request_ids = list(engine.output_processor.request_states)
+                        engine.abort_request(request_ids, internal=True)
 
-    def _adapter(self) -> Any:
-        """The `LoRARequest` of what is applied to the weights, if anything is."""
+    def _lora_request(self) -> Any:
+        """Return the `LoRARequest` of the adapter on the weights; None: no adapter."""
 
 
-def _sampling_params(sampling: Sampling, request: Request) -> Any:
+def _sampling_params(sampling: Sampling, request: CompletionRequest) -> Any:
     module = require("vllm.sampling_params", "use_vllm=True")
-    arguments = parameters(sampling, request.count, request.seed)
+    arguments = sampling_arguments(sampling, request.num_completions, request.seed)
     structure = arguments.pop("structured_outputs", None)
     if isinstance(structure, dict):
         structure = module.StructuredOutputsParams(**structure)
@@ -124,60 +129,77 @@ def _sampling_params(sampling: Sampling, request: Request) -> Any:
 
 
 def sampling_fields() -> tuple[str, ...]:
-    """Names of all options of vLLM's `SamplingParams`."""
-    found = require("vllm.sampling_params", "use_vllm=True").SamplingParams.__struct_fields__
-    return tuple(name for name in found if not name.startswith("_"))
+    """Return the names of all options of vLLM's `SamplingParams`."""
+    names = require("vllm.sampling_params", "use_vllm=True").SamplingParams.__struct_fields__
+    return tuple(name for name in names if not name.startswith("_"))
 
 
 def start_engine(
-    model: Any,
-    tokenizer: Any,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
     arguments: Mapping[str, Any],
     ranks: Ranks,
-    kind: type[VLLMEngine] = VLLMEngine,
+    engine_class: Callable[[Any, bool], VLLMEngine] = VLLMEngine,
 ) -> VLLMEngine:
-    """Start an engine for a policy, of which only the configuration is read.
+    """Start an engine for a model, of which only the configuration is read.
 
-    Its weights are random until they are loaded. `arguments` of `vllm.LLM` go with those of `FIXED`
-    and of the platform; `kind` is what wraps it.
+    The engine's weights are random until they are loaded. `arguments` of `vllm.LLM` are added to
+    `FIXED_ARGUMENTS` and those of the platform. The result is an `engine_class`.
     """
     with unchanged_process(), tempfile.TemporaryDirectory() as folder:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # weights are loaded from this process
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # it warns of a tokenizer not needed
+        # vLLM warns that there is no tokenizer, which is not needed.
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("LOCAL_RANK", "0")
         vllm = require("vllm", "use_vllm=True")
         on_cpu = keep_weights_unpacked("use_vllm=True")
-        config = copy.deepcopy(model.config)
-        config.architectures = config.architectures or [type(model).__name__]
-        if hasattr(config, "quantization_config"):
-            del config.quantization_config  # the engine holds whole weights
-        config.save_pretrained(folder)
+        _save_config(model, folder)
         if not arguments["skip_tokenizer_init"]:
             tokenizer.save_pretrained(folder)
-        size = arguments.get("tensor_parallel_size", 1)
-        place: dict[str, Any] = {"enforce_eager": True, "block_size": CPU_BLOCK} if on_cpu else {}
-        place["distributed_executor_backend"] = "external_launcher" if ranks.count > 1 else "uni"
-        place["seed"] = ranks.rank // size
-        own = _own_memory() if on_cpu and size > 1 else nullcontext()
-        with _uncompiled(on_cpu), without_zero3_init(), own:
-            llm = vllm.LLM(folder, **FIXED, **place, **arguments)
+        group_size = arguments.get("tensor_parallel_size", 1)
+        shared_memory = _unique_shared_memory() if on_cpu and group_size > 1 else nullcontext()
+        with _uncompiled(on_cpu), without_zero3_init(), shared_memory:
+            llm = vllm.LLM(
+                folder,
+                **FIXED_ARGUMENTS,
+                **_platform_arguments(on_cpu),
+                distributed_executor_backend="external_launcher" if ranks.count > 1 else "uni",
+                seed=ranks.rank // group_size,
+                **arguments,
+            )
     keep_process_groups(llm.llm_engine.engine_core, "use_vllm=True")
-    return kind(llm, arguments.get("enable_sleep_mode", False))
+    return engine_class(llm, arguments.get("enable_sleep_mode", False))
+
+
+def _save_config(model: PreTrainedModel, folder: str) -> None:
+    config = copy.deepcopy(model.config)
+    config.architectures = config.architectures or [type(model).__name__]
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # the engine holds unquantized weights
+    config.save_pretrained(folder)
+
+
+def _platform_arguments(on_cpu: bool) -> dict[str, Any]:
+    return {"enforce_eager": True, "block_size": CPU_BLOCK_SIZE} if on_cpu else {}
 
 
 @contextmanager
-def _own_memory() -> Iterator[None]:
-    """Name what ranks on a CPU share after the run; files are removed once all have opened them."""
-    run = [uuid.uuid4().hex]
-    torch.distributed.broadcast_object_list(run, 0)
+def _unique_shared_memory() -> Iterator[None]:
+    """Give the shared memory of ranks on a CPU names of this run, and unlink it at the end.
+
+    All ranks have opened the files by then.
+    """
+    run_id = [uuid.uuid4().hex]
+    torch.distributed.broadcast_object_list(run_id, 0)
     names = set()
 
-    def own_name(name: str) -> str:
-        names.add(own := f"{run[0]}{name.lstrip('/')}")
-        return own
+    def rename(name: str) -> str:
+        unique_name = f"{run_id[0]}{name.lstrip('/')}"
+        names.add(unique_name)
+        return unique_name
 
     try:
-        with renamed_shared_memory(own_name, "use_vllm=True"):
+        with renamed_shared_memory(rename, "use_vllm=True"):
             yield
     finally:
         for file in Path("/dev/shm").iterdir():
@@ -186,7 +208,10 @@ def _own_memory() -> Iterator[None]:
 
 
 def keep_weights_unpacked(feature: str) -> bool:
-    """On a CPU, keep vLLM from repacking weights, as loading misses the copies; True on a CPU."""
+    """On a CPU, keep vLLM from repacking weights: loading would not update the repacked copies.
+
+    Returns whether vLLM runs on a CPU.
+    """
     on_cpu = bool(require("vllm.platforms", feature).current_platform.is_cpu())
     if on_cpu:
         switch_off_repacking(feature)
@@ -194,24 +219,27 @@ def keep_weights_unpacked(feature: str) -> bool:
 
 
 def _uncompiled(on_cpu: bool) -> AbstractContextManager[Any]:
-    """On a CPU compiling vLLM's small functions takes a minute and saves nothing."""
+    """On a CPU, do not compile: for vLLM's small functions it takes a minute and saves nothing."""
     return torch.compiler.set_stance("force_eager") if on_cpu else nullcontext()
 
 
 @contextmanager
 def unchanged_process() -> Iterator[None]:
-    """Give back what vLLM changes for the whole process: the global random streams, the number of
-    threads and the function that sets it, the precision of products, and environment variables.
+    """Restore what vLLM changes for the whole process.
+
+    That is the random number generators, the number of threads and `torch.set_num_threads`, the
+    precision of matrix products, and environment variables.
     """
-    threads, set_threads = torch.get_num_threads(), torch.set_num_threads
+    num_threads = torch.get_num_threads()
+    set_num_threads = torch.set_num_threads
     environment = dict(os.environ)
     with preserve_rng_state(), matmul_precision_kept():
         try:
             yield
         finally:
-            torch.set_num_threads = set_threads
-            set_threads(threads)
+            torch.set_num_threads = set_num_threads
+            set_num_threads(num_threads)
             for name in set(os.environ) - set(environment):
-                if not name.startswith("VLLM_"):  # vLLM reads its own ones again later
+                if not name.startswith("VLLM_"):  # vLLM reads its own variables again later
                     del os.environ[name]
             os.environ.update(environment)

@@ -1,4 +1,4 @@
-"""Making vLLM engines for a run: options, and the size of an engine beside training."""
+"""Make the vLLM engine of a run: check options, and fit a colocated engine beside training."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from transformers.utils import logging
 
 from ...imports import require
@@ -30,8 +31,9 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 
-MOST_ROWS = 1024  # completions that decode together; vLLM lets the others wait
-# Options of an engine in the training process, and what `trl vllm-serve` calls them.
+MAX_DECODED_ROWS = 1024  # completions that decode together; others wait in vLLM's queue
+MAX_MEMORY_FRACTION = 0.95  # of the device, for a colocated engine
+# Options of a colocated engine, and the flags of `trl vllm-serve` for the same.
 SERVER_FLAGS = {
     "vllm_tensor_parallel_size": "--tensor_parallel_size",
     "vllm_gpu_memory_utilization": "--gpu_memory_utilization",
@@ -43,24 +45,25 @@ SERVER_FLAGS = {
 
 
 def check_options(args: "OnlineConfig") -> None:
-    """Check what can be known before anything is loaded."""
+    """Check the options of vLLM, before anything is loaded."""
     if args.vllm_mode == "server":
         for name in changed_options(args, SERVER_FLAGS):
             flag = SERVER_FLAGS[name]
-            where = f"give {flag} to `trl vllm-serve`" if flag else "leave it out"
+            advice = f"give {flag} to `trl vllm-serve`" if flag else "leave it out"
             raise ValueError(
-                f"{name}={getattr(args, name)} is for an engine in the training process; with "
-                f"vllm_mode='server' {where}."
+                f"{name}={vars(args)[name]} is for an engine in the training process; with "
+                f"vllm_mode='server' {advice}."
             )
         server_urls(args)
         check_platform(False)
         return
-    size, ranks = args.vllm_tensor_parallel_size, args.world_size
-    if ranks % size:
-        legal = [str(n) for n in range(1, ranks + 1) if ranks % n == 0]
+    group_size = args.vllm_tensor_parallel_size
+    num_ranks = args.world_size
+    if num_ranks % group_size:
+        divisors = [str(n) for n in range(1, num_ranks + 1) if num_ranks % n == 0]
         raise ValueError(
-            f"vllm_tensor_parallel_size={size} must divide the number of processes, which is "
-            f"{ranks}: choose {' or '.join(legal)}."
+            f"vllm_tensor_parallel_size={group_size} must divide the number of processes, which is "
+            f"{num_ranks}: choose {' or '.join(divisors)}."
         )
     if args.vllm_max_model_length is not None:
         check_engine_context(args, args.vllm_max_model_length)
@@ -70,153 +73,184 @@ def check_options(args: "OnlineConfig") -> None:
 def check_engine_context(
     args: "OnlineConfig", context: int, longest: tuple[int, int] = (0, 0)
 ) -> None:
-    """Check that a vLLM engine has room for a token after the `longest` prompt (tokens, row)."""
-    completion, (length, row) = args.max_completion_length, longest
-    if context <= completion:
+    """Check that a context of so many tokens has room for prompts and a completion token.
+
+    `longest` is the number of tokens of the longest prompt, and its row. A prompt that leaves less
+    than max_completion_length is a warning.
+    """
+    max_completion = args.max_completion_length
+    prompt_length, row = longest
+    if context <= max_completion:
         raise ValueError(
-            f"The vLLM engine sees {context} tokens, but max_completion_length={completion} leaves "
-            f"no room for a prompt: set vllm_max_model_length to {completion} plus the longest "
-            f"prompt, or max_completion_length below {context}."
+            f"The vLLM engine sees {context} tokens, but max_completion_length={max_completion} "
+            f"leaves no room for a prompt: set vllm_max_model_length to {max_completion} plus the "
+            f"longest prompt, or max_completion_length below {context}."
         )
-    words = (
-        f"The prompt of row {row} of train_dataset has {length} tokens. With "
-        f"max_completion_length={completion}, that exceeds the {context} that the vLLM engine "
+    message = (
+        f"The prompt of row {row} of train_dataset has {prompt_length} tokens. With "
+        f"max_completion_length={max_completion}, that exceeds the {context} that the vLLM engine "
         "sees"
     )
-    if length >= context:
+    if prompt_length >= context:
         raise ValueError(
-            f"{words}, and leaves no room for a completion: raise vllm_max_model_length (of a "
+            f"{message}, and leaves no room for a completion: raise vllm_max_model_length (of a "
             "server: --max_model_len) or leave out such prompts."
         )
-    if length + completion > context:
-        logger.warning(f"{words}: its completions are cut short.")
+    if prompt_length + max_completion > context:
+        logger.warning(f"{message}: its completions are cut short.")
 
 
 def server_urls(args: "OnlineConfig") -> list[str]:
-    """Addresses of the servers: those of `vllm_server_base_url`, or that of host and port."""
-    host, given = args.vllm_server_host, args.vllm_server_base_url
-    address = f"http://{f'[{host}]' if ':' in host else host}:{args.vllm_server_port}"
-    urls = [url.strip() for url in (given or address).split(",") if url.strip()]
+    """Return the addresses of the servers, by `vllm_server_base_url` or host and port."""
+    addresses = args.vllm_server_base_url
+    if not addresses:
+        host = args.vllm_server_host
+        if ":" in host:  # IPv6
+            host = f"[{host}]"
+        addresses = f"http://{host}:{args.vllm_server_port}"
+    urls = [url.strip() for url in addresses.split(",") if url.strip()]
     if not urls or len(set(urls)) < len(urls):
         raise ValueError(
-            f"vllm_server_base_url={given!r} must be an address such as http://localhost:8000, or "
-            "several different ones with commas between."
+            f"vllm_server_base_url={args.vllm_server_base_url!r} must be an address such as "
+            "http://localhost:8000, or several different ones with commas between."
         )
     for url in urls:
-        VLLMClient(url, args.vllm_server_timeout)
+        VLLMClient(url, args.vllm_server_timeout)  # raises ValueError
     return urls
 
 
 def make_backend(
-    handle: PolicyHandle,
+    policy: PolicyHandle,
     args: "OnlineConfig",
     sampling: Sampling,
     report: Callable[[str, float], None],
-    longest: Mapping[str, tuple[int, int]],
+    longest_prompts: Mapping[str, tuple[int, int]],
 ) -> VLLMBackend:
-    """Start an engine for a policy, or connect it with servers (else, a `ServerError`)."""
-    check_weights(handle.model)
-    prompt = longest.get("train_dataset", (0, 0))
-    shared: dict[str, Any] = {"probe_syncs": args.vllm_probe_syncs, "report": report}
-    shared["temperature"] = sampling.temperature
+    """Start a colocated engine, or connect to servers; see `trl.generation.factory.make_engine`.
+
+    Raises `ServerError` if a server is not ready.
+    """
+    check_weights(policy.model)
+    longest = longest_prompts.get("train_dataset", (0, 0))
+    options: dict[str, Any] = {
+        "probe_syncs": args.vllm_probe_syncs,
+        "report": report,
+        "temperature": sampling.temperature,
+    }
     if args.vllm_mode == "server":
-        found = VLLMServerBackend(_connect(handle, args, sampling), handle, **shared)
-        check_engine_context(args, found.context, prompt)
-        return found
-    arguments = engine_arguments(handle, args, sampling)
-    check_engine_context(args, arguments["max_model_len"], prompt)
-    kinds: tuple[Any, Any] = (VLLMEngine, VLLMColocateBackend)
+        backend = VLLMServerBackend(_connect(policy, args, sampling), policy, **options)
+        check_engine_context(args, backend.context_length, longest)
+        return backend
+    options["tensor_parallel"] = args.vllm_tensor_parallel_size
+    arguments = engine_arguments(policy, args, sampling)
+    check_engine_context(args, arguments["max_model_len"], longest)
+    engine_class: type[VLLMEngine] = VLLMEngine
+    backend_class: Any = VLLMColocateBackend
     if args.vllm_sync_adapter_only:
-        arguments |= adapter_arguments(handle, arguments["dtype"])
-        kinds = (AdapterEngine, AdapterBackend)
-    model = causal_model(handle.model)
-    engine = start_engine(model, handle.tokenizer, arguments, handle.ranks, kinds[0])
-    handle.ranks.wait()
-    shared["tensor_parallel"] = args.vllm_tensor_parallel_size
-    return kinds[1](engine, handle, **shared)
+        arguments |= adapter_arguments(policy, arguments["dtype"])
+        engine_class = AdapterEngine
+        backend_class = AdapterBackend
+    model = causal_model(policy.model)
+    engine = start_engine(model, policy.tokenizer, arguments, policy.ranks, engine_class)
+    policy.ranks.wait()
+    return backend_class(engine, policy, **options)
 
 
-def _connect(handle: PolicyHandle, args: "OnlineConfig", sampling: Sampling) -> ServerPool | None:
-    """Servers that fit and whose workers were met, on rank 0."""
+def _connect(policy: PolicyHandle, args: "OnlineConfig", sampling: Sampling) -> ServerPool | None:
+    """Connect rank 0 to compatible servers and their workers; other ranks have no pool."""
     pool = None
-    with handle.ranks.fail_together("connecting with vLLM servers"):
-        if handle.ranks.rank == 0:
-            wanted = ServerFacts(
+    with policy.ranks.fail_together("connecting with vLLM servers"):
+        if policy.ranks.rank == 0:
+            required = ServerFacts(
                 protocol=PROTOCOL,
                 vllm=require("vllm", "use_vllm=True").__version__,
-                shape=model_shape(causal_model(handle.model).config),
-                dtype=str(handle.dtype).removeprefix("torch."),
+                shape=model_shape(causal_model(policy.model).config),
+                dtype=str(policy.dtype).removeprefix("torch."),
                 context=args.max_completion_length + 1,
                 logprobs_mode="processed_logprobs",
                 workers=1,
-                gpu=gpu_id(handle.device),
+                gpu=gpu_id(policy.device),
             )
             pool = ServerPool([Server(url, args.vllm_server_timeout) for url in server_urls(args)])
             for server in pool.servers:
-                server.check(wanted, sampling)
-            pool.join(handle.device)
+                server.check(required, sampling)
+            pool.join(policy.device)
     return pool
 
 
 def engine_arguments(
-    handle: PolicyHandle, args: "OnlineConfig", sampling: Sampling
+    policy: PolicyHandle, args: "OnlineConfig", sampling: Sampling
 ) -> dict[str, Any]:
-    """Arguments of `vllm.LLM`: what the options say, else what training leaves of the device."""
-    causal, dtype = causal_model(handle.model), handle.dtype
-    context = args.vllm_max_model_length or context_length(causal)
+    """Return arguments of `vllm.LLM` for the options.
+
+    Where the options leave it open, the engine gets the memory that training leaves.
+    """
+    context = args.vllm_max_model_length or context_length(causal_model(policy.model))
     if context is None:
         raise ValueError(
             "The model's configuration does not say how many tokens it sees: set "
             "vllm_max_model_length."
         )
-    share, cache = args.vllm_gpu_memory_utilization, {}
-    if share is None:
-        # What is free where least is: engines of several ranks must be of one size.
-        found, least = DeviceMemory.of(handle.device), handle.ranks.max
-        free = DeviceMemory(free=-least(-found.free), held=-least(-found.held))
-        memory = engine_memory(args, handle.model, dtype, context, free)
-        if memory.context < context:
-            logger.info(f"The vLLM engine has room for {memory.context} tokens of context.")
-        context, cache = memory.context, {"kv_cache_memory_bytes": memory.cache}
-        share = min(0.95, memory.total / device_bytes(args.device))
-    return cache | {
-        "dtype": str(dtype).removeprefix("torch."),
-        "max_model_len": context,  # most tokens of a prompt with its completion
-        "max_num_seqs": max_concurrent_rows(args),
-        "max_num_batched_tokens": max(BATCHED_TOKENS, max_concurrent_rows(args)),
-        "gpu_memory_utilization": share,
+    max_rows = max_concurrent_rows(args)
+    arguments = {
+        "dtype": str(policy.dtype).removeprefix("torch."),
+        "max_model_len": context,  # maximum tokens of prompt plus completion
+        "max_num_seqs": max_rows,
+        "max_num_batched_tokens": max(BATCHED_TOKENS, max_rows),
+        "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
         "tensor_parallel_size": args.vllm_tensor_parallel_size,
         "enable_sleep_mode": args.vllm_enable_sleep_mode,
         "skip_tokenizer_init": not needs_detokenizer(sampling),
         "model_impl": args.vllm_model_impl,
         "trust_remote_code": args.trust_remote_code,
     }
+    if args.vllm_gpu_memory_utilization is not None:
+        return arguments
+    memory = engine_memory(args, policy.model, policy.dtype, context, _least_free_memory(policy))
+    if memory.context < context:
+        logger.info(f"The vLLM engine has room for {memory.context} tokens of context.")
+    fraction = memory.total / device_bytes(args.device)
+    return arguments | {
+        "max_model_len": memory.context,
+        "kv_cache_memory_bytes": memory.cache,
+        "gpu_memory_utilization": min(MAX_MEMORY_FRACTION, fraction),
+    }
+
+
+def _least_free_memory(policy: PolicyHandle) -> DeviceMemory:
+    """Return the smallest memory of all ranks: their engines must have one size. A collective."""
+    own = DeviceMemory.of(policy.device)
+    return DeviceMemory(
+        free=-policy.ranks.max(-own.free),
+        held=-policy.ranks.max(-own.held),
+    )
 
 
 def max_concurrent_rows(args: "OnlineConfig") -> int:
-    """Completions that decode together: those of a round, on all ranks that share an engine."""
+    """Return how many completions decode together: a rollout batch of all ranks of an engine."""
     rows = max(args.batch_plan.rows_per_rank, args.eval_rows) * args.vllm_tensor_parallel_size
-    return min(MOST_ROWS, rows)
+    return min(MAX_DECODED_ROWS, rows)
 
 
 def engine_memory(
     args: "OnlineConfig",
-    model: Any,
+    model: nn.Module,
     dtype: torch.dtype,
     context: int,
     measured: DeviceMemory | None = None,
 ) -> EngineMemory:
-    """What an engine of some type and context is given beside training; see `Engine.memory`."""
-    causal, adapter = causal_model(model), None
-    # Of adapters of other kinds than those with a start the whole model counts as trained.
+    """Return the memory of an engine with this dtype and context; see `Engine.memory`."""
+    causal = causal_model(model)
+    adapter = None  # None with an adapter: all weights of the model count as trained
     if is_peft_model(model) and hasattr(model.active_peft_config, "init_lora_weights"):
-        # As large, with a start that is not computed from weights that are not there.
-        changes = {"init_lora_weights": True, "inference_mode": False}
-        adapter = replace(model.active_peft_config, **changes)
-    values = getattr(getattr(causal, VALUE_MODEL, None), "config", None)
+        # Initial values do not change its size; some need the weights of the model, which
+        # `model_size` does not load.
+        adapter = replace(model.active_peft_config, init_lora_weights=True, inference_mode=False)
+    value_model = dict(causal.named_children()).get(VALUE_MODEL)
+    value_config = getattr(value_model, "config", None)
     run = RunSettings.of(
         args,
-        value_model=None if values is None else model_size(values, classifies=True),
+        value_model=None if value_config is None else model_size(value_config, classifies=True),
         prompt=max(1, min(ASSUMED_PROMPT, context - args.max_completion_length)),
         on_cpu=args.device.type == "cpu",
         sharding=read_sharding(options_of_environment(os.environ)),
@@ -225,6 +259,11 @@ def engine_memory(
         product_bytes=dtype.itemsize,
     )
     size = model_size(causal.config, adapter, args.trust_remote_code)
-    plan, ranks = Plan(size, run, device_bytes(args.device)), args.vllm_tensor_parallel_size
-    engine = Engine(plan, ranks, context, max_concurrent_rows(args), args.vllm_enable_sleep_mode)
+    engine = Engine(
+        plan=Plan(size, run, device_bytes(args.device)),
+        ranks=args.vllm_tensor_parallel_size,
+        context=context,
+        rows=max_concurrent_rows(args),
+        sleeps=args.vllm_enable_sleep_mode,
+    )
     return engine.memory(run.completion + 1, measured)

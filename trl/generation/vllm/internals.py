@@ -1,4 +1,4 @@
-"""What this package changes inside vLLM, which has no options for it; seen in vLLM 0.26 to 0.33.
+"""Changes to vLLM itself where it has no options; checked with vLLM 0.26 to 0.33.
 
 CONTRIBUTING.md lists the private names.
 """
@@ -12,7 +12,10 @@ from ...imports import require
 
 
 def keep_process_groups(client: Any, feature: str) -> None:
-    """Let an engine that is collected leave the process groups of training and other engines."""
+    """Keep all process groups when an engine, a vLLM `InprocClient`, is garbage-collected.
+
+    vLLM's own finalizer would destroy those of training and of other engines, too.
+    """
     finalizer = getattr(client, "_finalizer", None)
     if finalizer is not None:
         finalizer.detach()
@@ -31,18 +34,18 @@ def _shut_down(core: Any, feature: str) -> None:
 
 @contextmanager
 def renamed_shared_memory(rename: Callable[[str], str], feature: str) -> Iterator[None]:
-    """Give what ranks on a CPU share in memory other names, inside the block."""
+    """Rename the shared memory of ranks on a CPU that is created inside the block."""
     module = "vllm.distributed.device_communicators.cpu_communicator"
     communicator: Any = require(module, feature)._CPUSHMDistributed
-    name_of = communicator.make_group_name
-    communicator.make_group_name = staticmethod(lambda group: rename(name_of(group)))
+    make_name = communicator.make_group_name
+    communicator.make_group_name = staticmethod(lambda group: rename(make_name(group)))
     try:
         yield
     finally:
-        communicator.make_group_name = staticmethod(name_of)
+        communicator.make_group_name = staticmethod(make_name)
 
 
 def switch_off_repacking(feature: str) -> None:
-    """On a CPU, keep weights as they were loaded: later loading misses repacked copies."""
+    """On a CPU, keep weights as they were loaded: later loading does not update repacked copies."""
     operations: Any = require("vllm._custom_ops", feature)
     operations._supports_onednn = False

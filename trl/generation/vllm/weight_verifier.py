@@ -1,8 +1,8 @@
-"""Proof that an engine holds the weights it was sent.
+"""Verification that an engine holds the weights that were sent to it.
 
-An engine may cut a weight, fuse it with others or convert it. So the copies that loading makes are
-watched once for each weight; from then on the parts of what is sent and the places they belong to
-are known, and their fingerprints must agree after every sync.
+An engine may slice a weight, fuse it with others or convert it. So the copies that loading makes
+are recorded the first time a weight is loaded. From then on it is known which slice of the weight
+belongs where, and after every sync the fingerprints of both must be equal.
 """
 
 import functools
@@ -16,10 +16,8 @@ from torch import Tensor, nn
 
 from ...torch_internals import TorchDispatchMode
 
-CHUNK = 2**20  # words that a fingerprint looks at together; 8 MB stay for their factors
+CHUNK_WORDS = 2**20  # words of 8 bytes that a fingerprint reads at once; bounds temporary memory
 ODD = 0x9E3779B97F4A7C15 - 2**64  # 2**64 / golden ratio, as a signed number
-
-Source = tuple[tuple[int, ...], tuple[int, ...], int]  # size, strides and offset in a weight
 
 
 class WeightSyncError(RuntimeError):
@@ -27,153 +25,188 @@ class WeightSyncError(RuntimeError):
 
 
 def fingerprint(values: Tensor) -> Tensor:
-    """A number, as an integer (), that tells tensors of the same type and size apart.
+    """Return an integer () that differs for tensors of one dtype and size that differ in any bit.
 
-    It is a sum of words of eight bytes, each times an odd number that depends on its place, in
-    integers modulo 2**64. So it is exact, whatever the device and the number of threads: a tensor
-    in which one bit differs has another, and a transposed or permuted one too.
+    It is the sum of all words of 8 bytes, each multiplied by an odd number that depends on its
+    index, modulo 2**64. Integer sums are exact on any device and with any number of threads.
     """
-    # The copy of what does not fill the last word, or does not begin at one, is of few bytes.
+    # Only the few bytes of an incomplete last word, or a tensor that is not aligned, are copied.
     flat = values.detach().reshape(-1).contiguous().view(torch.uint8)
     whole = len(flat) // 8 * 8
-    head, tail = flat[:whole], torch.nn.functional.pad(flat[whole:], (0, 8 - len(flat) + whole))
-    if head.storage_offset() % 8:
-        head = head.clone()
-    total = tail.clone().view(torch.int64)[0]
+    words = flat[:whole]
+    if words.storage_offset() % 8:
+        words = words.clone()
+    last_word = torch.nn.functional.pad(flat[whole:], (0, 8 - len(flat) + whole))
+    total = last_word.clone().view(torch.int64)[0]
     factors = _factors(flat.device)
-    for part in head.view(torch.int64).split(CHUNK):
-        total = total * ODD + (part * factors[: len(part)]).sum()
+    for chunk in words.view(torch.int64).split(CHUNK_WORDS):
+        total = total * ODD + (chunk * factors[: len(chunk)]).sum()
     return total
 
 
 @functools.cache
 def _factors(device: torch.device) -> Tensor:
-    return torch.arange(CHUNK, device=device) * ODD | 1
+    return torch.arange(CHUNK_WORDS, device=device) * ODD | 1
+
+
+@dataclass(frozen=True)
+class WeightSlice:
+    """A strided slice of a weight."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int  # in elements, from the first one of the weight
+
+    def of(self, weight: Tensor) -> Tensor:
+        """Return the slice of another value of the weight."""
+        return weight.as_strided(self.size, self.stride, weight.storage_offset() + self.offset)
 
 
 @dataclass(frozen=True)
 class WeightCopy:
-    """Where a part of a weight goes."""
+    """A copy that loading a weight makes: from a slice of it to a part of a parameter."""
 
-    source: Source | None  # of the part in the weight; None if it was converted
-    target: Tensor  # the part of a parameter of the engine
+    source: WeightSlice | None  # None: the weight was converted before
+    target: Tensor  # a view of an engine's parameter
 
-    def part(self, weight: Tensor) -> Tensor | None:
-        """The part of another value of the weight, as the engine would hold it."""
+    def expected(self, weight: Tensor) -> Tensor | None:
+        """Return what the target must hold after loading another value; None: unknown."""
         if self.source is None:
             return None
-        size, stride, offset = self.source
-        part = weight.as_strided(size, stride, weight.storage_offset() + offset)
-        return part.to(self.target.dtype).expand(self.target.shape)
+        return self.source.of(weight).to(self.target.dtype).expand(self.target.shape)
 
 
-class CopyWatch(TorchDispatchMode):
-    """Notes what loading a weight writes to storages, named by their addresses."""
+class CopyRecorder(TorchDispatchMode):
+    """Records what loading a weight writes to some storages, given by their addresses."""
 
     def __init__(self, storages: set[int], weight: Tensor):
         super().__init__()
         self._storages = storages
         self._weight = weight
-        self.places: list[WeightCopy] = []
-        self.targets: list[Tensor] = []  # of the places, and what is filled with a number
+        self.copies: list[WeightCopy] = []
+        self.written: list[Tensor] = []  # targets of copies, and what was filled with a constant
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Run the operation, and note it if it writes."""
-        writes = func in (torch.ops.aten.copy_.default, torch.ops.aten.fill_.Scalar)
-        if writes and args[0].untyped_storage().data_ptr() in self._storages:
-            self.targets.append(args[0].detach())
-            if func is torch.ops.aten.copy_.default:
-                self.places.append(WeightCopy(self._source(args[1]), self.targets[-1]))
+        self,
+        func: Callable[..., object],
+        types: Collection[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
+        """Run the operation, and record it if it is a copy or fill."""
+        is_copy = func is torch.ops.aten.copy_.default
+        is_fill = func is torch.ops.aten.fill_.Scalar
+        if (is_copy or is_fill) and args[0].untyped_storage().data_ptr() in self._storages:
+            target = args[0].detach()
+            self.written.append(target)
+            if is_copy:
+                self.copies.append(WeightCopy(self._slice_of_weight(args[1]), target))
         return func(*args, **(kwargs or {}))
 
-    def _source(self, part: Tensor) -> Source | None:
+    def _slice_of_weight(self, values: Tensor) -> WeightSlice | None:
+        """Return which slice of the weight `values` is; None if it is another tensor."""
         weight = self._weight
-        same = part.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
-        if not same or part.dtype != weight.dtype:
+        is_view = values.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
+        if not is_view or values.dtype != weight.dtype:
             return None
-        offset = part.storage_offset() - weight.storage_offset()
-        return tuple(part.shape), tuple(part.stride()), offset
+        offset = values.storage_offset() - weight.storage_offset()
+        return WeightSlice(tuple(values.shape), tuple(values.stride()), offset)
 
 
 class WeightVerifier:
-    """Loads weights into an engine's model, and proves that all its parameters arrived."""
+    """Loads weights into an engine's model, and verifies that all its parameters hold them."""
 
     def __init__(self, model: nn.Module):
         self._model = model
-        self._places: dict[str, list[WeightCopy]] = {}
-        # Of each part of a weight its fingerprint; None if the engine converts it.
-        self._sent: dict[str, list[Tensor | None]] = {}
-        self._covered: dict[int, set[tuple[Any, ...]]] = {}
-        self.unproven: list[str] = []  # weights that the engine converts while loading
+        self._copies: dict[str, list[WeightCopy]] = {}  # by name of the weight
+        # Expected fingerprints of the targets of a weight's copies in this sync; None if the engine
+        # converts the weight.
+        self._expected: dict[str, list[Tensor | None]] = {}
+        # Offset, size and stride of all parts of a storage that were written, by its address.
+        self._written: dict[int, set[tuple[Any, ...]]] = {}
+        self.unverified: list[str] = []  # weights that the engine converts while loading
 
     def load(self, name: str, weight: Tensor, load: Callable[[str, Tensor], None]) -> None:
-        """Load one weight by calling `load(name, weight)`, and note what the engine must hold."""
-        if name in self._places:
+        """Load a weight by calling `load(name, weight)`, and note what the engine must hold."""
+        if name in self._copies:
             load(name, weight)
         else:
-            with CopyWatch(set(self._held()), weight) as watch:
+            with CopyRecorder(set(self._parameters()), weight) as recorder:
                 load(name, weight)
-            self._places[name] = watch.places
-            for target in watch.targets:
-                where = (target.storage_offset(), tuple(target.shape), tuple(target.stride()))
-                self._covered.setdefault(target.untyped_storage().data_ptr(), set()).add(where)
-            if any(place.source is None for place in watch.places):
-                self.unproven.append(name)
-        parts = [place.part(weight) for place in self._places[name]]
-        self._sent[name] = [None if part is None else fingerprint(part) for part in parts]
+            self._copies[name] = recorder.copies
+            for target in recorder.written:
+                part = (target.storage_offset(), tuple(target.shape), tuple(target.stride()))
+                self._written.setdefault(target.untyped_storage().data_ptr(), set()).add(part)
+            if any(copy.source is None for copy in recorder.copies):
+                self.unverified.append(name)
+        expected = [copy.expected(weight) for copy in self._copies[name]]
+        self._expected[name] = [
+            None if values is None else fingerprint(values) for values in expected
+        ]
 
     @property
-    def doubt(self) -> str | None:
-        """What is not proven, in words; None if all is."""
-        if not self.unproven:
+    def warning(self) -> str | None:
+        """A warning if some weights cannot be verified, else None."""
+        if not self.unverified:
             return None
         return (
-            f"vLLM converts {len(self.unproven)} weights while loading, such as "
-            f"{self.unproven[0]}; only log-probabilities prove that they arrived."
+            f"vLLM converts {len(self.unverified)} weights while loading, such as "
+            f"{self.unverified[0]}; only log-probabilities prove that they arrived."
         )
 
-    def _held(self) -> dict[int, tuple[str, Tensor]]:
-        named = self._model.named_parameters()
-        return {p.untyped_storage().data_ptr(): (name, p) for name, p in named}
+    def _parameters(self) -> dict[int, tuple[str, Tensor]]:
+        """Return names and parameters of the engine by the address of their storage."""
+        return {
+            parameter.untyped_storage().data_ptr(): (name, parameter)
+            for name, parameter in self._model.named_parameters()
+        }
 
-    def problem(self) -> str | None:
-        """What is wrong after a sync, in words, if anything; forgets what was sent."""
-        sent, self._sent = self._sent, {}
-        found = self._missing(sent) or self._different(sent)
-        if found is not None:
-            # What was learned from a sync that failed is not relied on.
-            self._places.clear()
-            self._covered.clear()
-        return found
+    def finish_sync(self) -> str | None:
+        """Verify the weights loaded since the last call; return an error text, or None."""
+        expected = self._expected
+        self._expected = {}
+        problem = self._missing(expected) or self._different(expected)
+        if problem is not None:
+            # The copies recorded in a failed sync may be wrong.
+            self._copies.clear()
+            self._written.clear()
+        return problem
 
-    def _missing(self, sent: Collection[str]) -> str | None:
-        skipped = [name for name in self._places if name not in sent]
+    def _missing(self, loaded: Collection[str]) -> str | None:
+        """Return an error text if a weight was not sent or a parameter not completely written."""
+        skipped = [name for name in self._copies if name not in loaded]
         if skipped:
-            return f"{_listed(skipped)} not sent, unlike at earlier syncs"
-        for address, (name, parameter) in self._held().items():
-            covered = sum(math.prod(shape) for _, shape, _ in self._covered.get(address, ()))
-            if covered < parameter.numel():
+            return f"{_enumerate(skipped)} not sent, unlike at earlier syncs"
+        for address, (name, parameter) in self._parameters().items():
+            parts = self._written.get(address, ())
+            num_written = sum(math.prod(shape) for _, shape, _ in parts)
+            if num_written < parameter.numel():
                 return (
-                    f"{parameter.numel() - covered} of {parameter.numel()} entries of the engine's "
-                    f"{name} were not loaded"
+                    f"{parameter.numel() - num_written} of {parameter.numel()} entries of the "
+                    f"engine's {name} were not loaded"
                 )
         return None
 
-    def _different(self, sent: dict[str, list[Tensor | None]]) -> str | None:
-        names, same = [], []
-        for name, fingerprints in sent.items():
-            for place, expected in zip(self._places[name], fingerprints, strict=True):
-                if expected is not None:
+    def _different(self, expected: dict[str, list[Tensor | None]]) -> str | None:
+        """Return an error text if a parameter does not hold what was sent."""
+        names = []
+        are_equal = []
+        for name, fingerprints in expected.items():
+            for copy, expected_fingerprint in zip(self._copies[name], fingerprints, strict=True):
+                if expected_fingerprint is not None:
                     names.append(name)
-                    same.append(fingerprint(place.target) == expected)
-        found = torch.stack(same).tolist() if same else []  # waits for the device once
-        wrong = [name for name, is_same in zip(names, found, strict=True) if not is_same]
-        return f"{_listed(wrong)} not what was sent" if wrong else None
+                    are_equal.append(fingerprint(copy.target) == expected_fingerprint)
+        if not are_equal:
+            return None
+        flags = torch.stack(are_equal).tolist()  # waits for the device once
+        wrong = [name for name, is_equal in zip(names, flags, strict=True) if not is_equal]
+        return f"{_enumerate(wrong)} not what was sent" if wrong else None
 
 
-def _listed(names: list[str]) -> str:
+def _enumerate(names: list[str]) -> str:
+    """Return up to three names and a verb, such as "a, b, c and 2 more were"."""
     unique = list(dict.fromkeys(names))
-    more = f" and {len(unique) - 3} more" if len(unique) > 3 else ""
-    return f"{', '.join(unique[:3])}{more} {'was' if len(unique) == 1 else 'were'}"
+    text = ", ".join(unique[:3])
+    if len(unique) > 3:
+        text += f" and {len(unique) - 3} more"
+    return f"{text} was" if len(unique) == 1 else f"{text} were"

@@ -11,12 +11,12 @@ from stub_server import HEALTHY, completed, routes, stub_server, workers
 from torch import nn
 
 from trl.generation.base import Sampling
-from trl.generation.vllm.sampling import Request
+from trl.generation.vllm.sampling import CompletionRequest
 from trl.generation.vllm.server import backend as server_backend
 from trl.generation.vllm.server import client as vllm_client
 from trl.generation.vllm.server.backend import Server, ServerPool, VLLMServerBackend
 from trl.generation.vllm.server.client import ServerError
-from trl.generation.vllm.server.secret import WEIGHTS
+from trl.generation.vllm.server.secret import WEIGHTS_ROUTE
 from trl.types import Prompts
 
 CPU = torch.device("cpu")
@@ -27,8 +27,8 @@ ONE = Sampling(max_tokens=1, seeds=(3,))
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch):
-    monkeypatch.setattr(vllm_client, "PAUSES", (0.01,) * 4)
-    monkeypatch.setattr(server_backend, "LAST_WORDS_SECONDS", 0.1)
+    monkeypatch.setattr(vllm_client, "RETRY_PAUSES", (0.01,) * 4)
+    monkeypatch.setattr(server_backend, "ERROR_WAIT_SECONDS", 0.1)
 
 
 def test_what_a_server_says_of_itself():
@@ -88,9 +88,9 @@ def test_servers_that_work_are_not_waited_for_where_one_fails():
         found = ServerPool([Server(stub.url, 300.0) for stub in (one, two)])
         found.join(CPU)
         joined = [b["args"] for s in (one, two) for _, b in s.seen if (b or {}).get("args")]
-        assert joined == [[found.run, None, [rank, 3], 150.0] for rank in (1, 2)]
+        assert joined == [[found.run_id, None, [rank, 3], 150.0] for rank in (1, 2)]
         started = time.monotonic()
-        one.routes[WEIGHTS], two.routes[WEIGHTS] = slow, [failed]
+        one.routes[WEIGHTS_ROUTE], two.routes[WEIGHTS_ROUTE] = slow, [failed]
         words = "While sending the weights of step 4, at a, after 0 weights: .*status 500: of a w"
         with pytest.raises(ServerError, match=words):
             found.send(iter([("a", torch.zeros(1))]), 4)
@@ -102,7 +102,7 @@ def test_servers_that_work_are_not_waited_for_where_one_fails():
 
 
 def test_what_a_worker_finds_wrong_is_told_and_the_servers_are_not_left():
-    with stub_server(routes() | {WEIGHTS: [(200, "")]}) as stub:
+    with stub_server(routes() | {WEIGHTS_ROUTE: [(200, "")]}) as stub:
         found = ServerPool([Server(stub.url, 5.0)])
         found.join(CPU)
         own = stub.routes["/collective_rpc"]
@@ -117,8 +117,8 @@ def test_prompts_are_divided_and_answers_put_in_order():
     held = []
     with stub_server(routes(trl_held=held)) as one, stub_server(routes(trl_held=held)) as two:
         found = ServerPool([Server(stub.url, 5.0) for stub in (one, two)])
-        held[:] = [found.run, 0]
-        requests = [Request([10 * place], 2, place) for place in range(1, 6)]
+        held[:] = [found.run_id, 0]
+        requests = [CompletionRequest([10 * place], 2, place) for place in range(1, 6)]
         rows = found.complete(requests, Sampling(max_tokens=1))
         assert rows.completion_ids == [[10], [11], [20], [21], [30], [31], [40], [41], [50], [51]]
         asked = [[b["seed"] for p, b in s.seen if p == "/v1/completions"] for s in (one, two)]
@@ -130,13 +130,13 @@ def test_a_refused_request_ends_the_others():
         found = ServerPool([Server(stub.url, 5.0)])
         words = "While generating, with 0 of 2 prompts answered: .*status 400: too long"
         with pytest.raises(ServerError, match=words):
-            found.complete([Request([1], 1, 0)] * 2, Sampling(max_tokens=1))
+            found.complete([CompletionRequest([1], 1, 0)] * 2, Sampling(max_tokens=1))
 
 
 @pytest.mark.parametrize("count", [300])
 def test_threads_do_not_grow_with_prompts(monkeypatch, count):
     """Those of the client and those that the server starts, one for each request under way."""
-    monkeypatch.setattr(server_backend, "MOST_REQUESTS", 8)
+    monkeypatch.setattr(server_backend, "MAX_CONCURRENT_REQUESTS", 8)
     seen, held = [], []
 
     def slow(body):
@@ -147,8 +147,8 @@ def test_threads_do_not_grow_with_prompts(monkeypatch, count):
     before = threading.active_count()
     with stub_server(routes(trl_held=held) | {"/v1/completions": [(200, slow)]}) as stub:
         found = ServerPool([Server(stub.url, 30.0)])
-        held[:] = [found.run, 0]
-        requests = [Request([place], 1, place) for place in range(count)]
+        held[:] = [found.run_id, 0]
+        requests = [CompletionRequest([place], 1, place) for place in range(count)]
         rows = found.complete(requests, Sampling(max_tokens=1))
     assert rows.completion_ids == [[place] for place in range(count)]
     # A thread of the server ends a moment after its answer, and one serves while another ends.
@@ -156,24 +156,24 @@ def test_threads_do_not_grow_with_prompts(monkeypatch, count):
 
 
 def test_busy_servers_are_asked_again_by_the_same_threads(monkeypatch):
-    monkeypatch.setattr(server_backend, "MOST_REQUESTS", 2)
+    monkeypatch.setattr(server_backend, "MAX_CONCURRENT_REQUESTS", 2)
     held = []
     answers = [(503, "busy")] * 5 + [(200, completed)]
     with stub_server(routes(trl_held=held) | {"/v1/completions": answers}) as stub:
         found = ServerPool([Server(stub.url, 30.0)])
-        held[:] = [found.run, 0]
-        requests = [Request([place], 1, place) for place in range(6)]
+        held[:] = [found.run_id, 0]
+        requests = [CompletionRequest([place], 1, place) for place in range(6)]
         rows = found.complete(requests, Sampling(max_tokens=1))
         assert rows.completion_ids == [[place] for place in range(6)]
         assert [path for path, _ in stub.seen].count("/v1/completions") == 6 + 5
 
 
 def test_after_a_failure_nothing_more_is_asked(monkeypatch):
-    monkeypatch.setattr(server_backend, "MOST_REQUESTS", 2)
+    monkeypatch.setattr(server_backend, "MAX_CONCURRENT_REQUESTS", 2)
     with stub_server(routes() | {"/v1/completions": [(400, "too long")]}) as stub:
         found = ServerPool([Server(stub.url, 5.0)])
         with pytest.raises(ServerError, match="answered: .*status 400: too long"):
-            found.complete([Request([1], 1, 0)] * 50, Sampling(max_tokens=1))
+            found.complete([CompletionRequest([1], 1, 0)] * 50, Sampling(max_tokens=1))
         time.sleep(0.3)
         assert [path for path, _ in stub.seen].count("/v1/completions") <= 4
 
@@ -213,4 +213,4 @@ def test_all_weights_are_walked_through_though_none_can_be_sent(backend):
 
 def test_the_answer_of_the_server_ends_a_generation(backend):
     with pytest.raises(ServerError, match="While generating, .* status 400: too long"):
-        backend()._run([Request([9], 1, 1)], ONE)
+        backend()._run([CompletionRequest([9], 1, 1)], ONE)

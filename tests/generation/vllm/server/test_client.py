@@ -21,8 +21,8 @@ from trl.generation.vllm.server.client import (
     VLLMClient,
     gpu_id,
     incompatibilities,
-    looks,
     model_shape,
+    poll,
     run_in_background,
     run_in_threads,
 )
@@ -32,8 +32,8 @@ FAILED = {"error": {"message": "Worker failed with error 'x'", "code": 500}}
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch):
-    monkeypatch.setattr(vllm_client, "PAUSES", (0.01,) * 4)
-    monkeypatch.setattr(vllm_client, "LOOKS", 0.02)
+    monkeypatch.setattr(vllm_client, "RETRY_PAUSES", (0.01,) * 4)
+    monkeypatch.setattr(vllm_client, "POLL_SECONDS", 0.02)
 
 
 @pytest.mark.parametrize(
@@ -61,8 +61,8 @@ def test_addresses_that_are_none(url):
 def test_answers_and_what_was_asked():
     with stub_server({"/vllm/x": [(200, {"a": 1})], "/vllm/y": [(200, "")]}) as stub:
         found = VLLMClient(f"{stub.url}/vllm", 5.0)
-        assert found.ask("POST", "/x", {"b": [2]}) == {"a": 1}
-        assert found.ask("GET", "/y", seconds=math.inf) is None
+        assert found.request("POST", "/x", {"b": [2]}) == {"a": 1}
+        assert found.request("GET", "/y", seconds=math.inf) is None
         assert stub.seen == [("/vllm/x", {"b": [2]}), ("/vllm/y", None)]
 
 
@@ -72,7 +72,7 @@ def test_an_error_has_status_and_words():
         with pytest.raises(ServerError, match="/collective_rpc with status 500: Worker failed"):
             found.call_workers("method")
         with pytest.raises(ServerError, match="GET /x with status 400: plain") as caught:
-            found.ask("GET", "/x")
+            found.request("GET", "/x")
         assert caught.value.status == 400
         assert len(stub.seen) == 2, "what may not be repeated is not"
 
@@ -96,7 +96,7 @@ def test_asking_again_ends():
 def test_a_server_that_gives_no_answer():
     gives_up = pytest.raises(ServerError, match="gave no answer within 0.1 s, asked for /x")
     with stub_server({"/x": [(200, lambda body: time.sleep(1.0))]}) as stub, gives_up:
-        VLLMClient(stub.url, 0.1).ask("GET", "/x")
+        VLLMClient(stub.url, 0.1).request("GET", "/x")
 
 
 def test_health_is_waited_for():
@@ -131,12 +131,12 @@ def test_what_does_not_prove_the_secret_is_not_believed():
         stub.proves = False
         found = VLLMClient(stub.url, 300.0)
         started = time.monotonic()
-        for ask in (lambda: found.ask("GET", "/x"), found.wait_until_healthy):
+        for ask in (lambda: found.request("GET", "/x"), found.wait_until_healthy):
             with pytest.raises(SecretError, match="did not prove .* Give TRL_VLLM_TOKEN the same"):
                 ask()
         assert time.monotonic() - started < 150, "waiting longer would not help"
         with pytest.raises(ServerError, match="status 502.$") as caught:
-            found.ask("GET", "/y")
+            found.request("GET", "/y")
         assert not isinstance(caught.value, SecretError), "a proxy may be waiting for the server"
 
 
@@ -144,7 +144,7 @@ def test_closing_ends_requests_that_are_under_way():
     closed = threading.Event()
     with stub_server({"/x": [(200, lambda body: closed.wait(60))]}) as stub:
         found = VLLMClient(stub.url, 60.0)
-        call = run_in_background(lambda: found.ask("GET", "/x", seconds=math.inf))
+        call = run_in_background(lambda: found.request("GET", "/x", seconds=math.inf))
         while not stub.seen:
             time.sleep(0.005)
         found.close()
@@ -230,9 +230,9 @@ def test_facts_travel_as_json():
 
 
 def test_looks_end_and_there_is_one_at_least():
-    found = list(looks(0.05, 0.02))
+    found = list(poll(0.05, 0.02))
     assert found and found[0] == 0.05 and found == sorted(found, reverse=True)
-    assert list(looks(0.0, 60.0)) == list(looks(-1.0, 60.0)) == [0.0]
+    assert list(poll(0.0, 60.0)) == list(poll(-1.0, 60.0)) == [0.0]
 
 
 def test_pauses_are_equal_or_double_up_to_a_bound_and_none_is_longer_than_what_is_left(
@@ -241,10 +241,10 @@ def test_pauses_are_equal_or_double_up_to_a_bound_and_none_is_longer_than_what_i
     pauses, now = [], [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     monkeypatch.setattr(time, "sleep", lambda t: (pauses.append(t), now.__setitem__(0, now[0] + t)))
-    list(looks(12.0, 1.0, longest=4.0))
+    list(poll(12.0, 1.0, max_pause=4.0))
     assert pauses == [1.0, 2.0, 4.0, 4.0, 1.0]
     pauses.clear()
-    list(looks(3.5, 1.0))
+    list(poll(3.5, 1.0))
     assert pauses == [1.0, 1.0, 1.0, 0.5]
 
 

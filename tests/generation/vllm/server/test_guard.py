@@ -6,10 +6,10 @@ import json
 import pytest
 
 from trl.generation.vllm.server.secret import (
-    ANSWER,
-    CHALLENGE,
-    REQUEST,
-    WEIGHTS,
+    CHALLENGE_HEADER,
+    REQUEST_HEADER,
+    RESPONSE_HEADER,
+    WEIGHTS_ROUTE,
     SignedRequest,
     digest,
 )
@@ -27,17 +27,19 @@ DESCRIBE = json.dumps({"method": "trl_describe"}).encode()
 def test_each_claim_is_spent_once():
     challenges = Challenges()
     claim = SignedRequest(KEY, challenges.current, "GET", "/x", digest(b""))
-    assert challenges.spend(claim) and not challenges.spend(claim)
-    assert not challenges.spend(SignedRequest(KEY, "another word", "GET", "/x", digest(b"")))
-    assert not Challenges().spend(claim), "of another server, or one that was started again"
+    assert challenges.accept(claim) and not challenges.accept(claim)
+    assert not challenges.accept(SignedRequest(KEY, "another word", "GET", "/x", digest(b"")))
+    assert not Challenges().accept(claim), "of another server, or one that was started again"
 
 
 def test_words_of_a_server_are_replaced():
     challenges = Challenges(seconds=-1.0)
     words = [challenges.current for _ in range(3)]
-    assert len(set(words)) == 3 == len(challenges._spent) + 1, "what was spent is not kept forever"
+    assert len(set(words)) == 3 == len(challenges._used_nonces) + 1, (
+        "what was spent is not kept forever"
+    )
     made = [SignedRequest(KEY, word, "GET", "/x", digest(b"")) for word in words]
-    assert [challenges.spend(claim) for claim in made] == [False, True, True]
+    assert [challenges.accept(claim) for claim in made] == [False, True, True]
 
 
 @pytest.fixture
@@ -71,7 +73,7 @@ def run(guard, method, path, claim=None, parts=(b"",), **scope):
     async def send(message):
         sent.append(message)
 
-    headers = [] if claim is None else [(REQUEST.lower().encode(), claim.header.encode())]
+    headers = [] if claim is None else [(REQUEST_HEADER.lower().encode(), claim.header.encode())]
     about = {"type": "http", "method": method, "path": path, "headers": headers} | scope
     asyncio.run(guard(about, receive, send))
     start, *rest = sent
@@ -80,17 +82,17 @@ def run(guard, method, path, claim=None, parts=(b"",), **scope):
 
 
 def claim_of(guard, method, path, body=b"", secret=KEY):
-    challenge = run(guard, "GET", "/")[1][CHALLENGE.lower()]
+    challenge = run(guard, "GET", "/")[1][CHALLENGE_HEADER.lower()]
     return SignedRequest(secret, challenge, method, path, digest(body))
 
 
-@pytest.mark.parametrize(("method", "path"), sorted(ROUTES - {("POST", WEIGHTS)}))
+@pytest.mark.parametrize(("method", "path"), sorted(ROUTES - {("POST", WEIGHTS_ROUTE)}))
 def test_routes_of_training_are_open_to_who_knows_the_secret(guard, method, path):
     claim = claim_of(guard, method, path, DESCRIBE)
     found = run(guard, method, path, claim, (DESCRIBE[:5], DESCRIBE[5:]))
     body = DESCRIBE + b"http.disconnect"  # which the server must see, to end what it was asked
     assert found[0] == 200 and found[2] == body and found[1]["a"] == "b"
-    assert found[1][ANSWER.lower()] == claim.answer(200, body)
+    assert found[1][RESPONSE_HEADER.lower()] == claim.sign_response(200, body)
     assert int(found[1]["content-length"]) == len(body)
     assert run(guard, method, path, claim, (DESCRIBE,))[0] == 401, "a second time"
 
@@ -110,11 +112,11 @@ class Engine:
 def test_weights_are_handed_to_workers(guard):
     engine = Engine()
     for body, expected in ((b"\x00\xff", (200, b"")), (b"bad", (500, b"of a worker"))):
-        claim = claim_of(guard, "POST", WEIGHTS, body)
-        status, headers, text = run(guard, "POST", WEIGHTS, claim, (body,), app=engine)
+        claim = claim_of(guard, "POST", WEIGHTS_ROUTE, body)
+        status, headers, text = run(guard, "POST", WEIGHTS_ROUTE, claim, (body,), app=engine)
         assert status == expected[0] and expected[1] in text
-        assert headers[ANSWER.lower()] == claim.answer(status, text)
-        assert run(guard, "POST", WEIGHTS, claim, (body,), app=engine)[0] == 401
+        assert headers[RESPONSE_HEADER.lower()] == claim.sign_response(status, text)
+        assert run(guard, "POST", WEIGHTS_ROUTE, claim, (body,), app=engine)[0] == 401
     assert engine.calls == [("trl_receive", (body,)) for body in (b"\x00\xff", b"bad")]
 
 
@@ -130,14 +132,14 @@ def test_weights_are_handed_to_workers(guard):
 )
 def test_others_are_refused_before_the_server_sees_them(guard, claim):
     status, headers, body = run(guard, "GET", "/health", claim and claim(guard))
-    assert status == 401 and b"disconnect" not in body and ANSWER.lower() not in headers
+    assert status == 401 and b"disconnect" not in body and RESPONSE_HEADER.lower() not in headers
 
 
 def test_a_byte_that_changed_on_the_way_is_no_wrong_secret(guard):
-    engine, claim = Engine(), claim_of(guard, "POST", WEIGHTS, b"weights")
-    status, headers, text = run(guard, "POST", WEIGHTS, claim, (b"weighty",), app=engine)
+    engine, claim = Engine(), claim_of(guard, "POST", WEIGHTS_ROUTE, b"weights")
+    status, headers, text = run(guard, "POST", WEIGHTS_ROUTE, claim, (b"weighty",), app=engine)
     assert status == 400 and b"altered or damaged on its way" in text and not engine.calls
-    assert headers[ANSWER.lower()] == claim.answer(400, text)
+    assert headers[RESPONSE_HEADER.lower()] == claim.sign_response(400, text)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +156,7 @@ def test_a_byte_that_changed_on_the_way_is_no_wrong_secret(guard):
 def test_what_training_does_not_need_is_off(guard, method, path, body):
     claim = claim_of(guard, method, path, body)
     status, headers, text = run(guard, method, path, claim, (body,))
-    assert status == 404 and headers[ANSWER.lower()] == claim.answer(404, text)
+    assert status == 404 and headers[RESPONSE_HEADER.lower()] == claim.sign_response(404, text)
 
 
 def test_paths_below_a_root_and_queries_are_part_of_a_claim(guard):

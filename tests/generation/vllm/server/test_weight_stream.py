@@ -6,15 +6,15 @@ import time
 import pytest
 import torch
 
-from trl.distributed import _is_lost
+from trl.distributed import _comes_from_collective
 from trl.generation.vllm.server import weight_stream
-from trl.generation.vllm.server.client import looks, run_in_background
+from trl.generation.vllm.server.client import poll, run_in_background
 from trl.generation.vllm.server.weight_stream import (
-    Batch,
     TransferError,
+    WeightBatch,
     WeightGroup,
-    batches,
     unpack_message,
+    weight_batches,
 )
 from trl.generation.vllm.weight_verifier import fingerprint
 
@@ -47,13 +47,13 @@ def test_weights_of_any_kind_travel_in_messages(monkeypatch, size):
             room[: len(flat)] = flat
             yield name, room[: len(flat)].view(weight.dtype).view(weight.shape)
 
-    for batch in batches(stream(), CPU):
-        head, body = unpack_message(batch.packed("a run"))
+    for batch in weight_batches(stream(), CPU):
+        head, body = unpack_message(batch.to_message("a run"))
         assert head["run"] == "a run" and head["size"] == len(body) == len(batch.flat)
         flat = torch.frombuffer(bytearray(body), dtype=torch.uint8) if len(body) else batch.flat
         assert fingerprint(flat).item() == head["fingerprint"]
         assert len(body) <= max(size, 48)
-        found |= dict(Batch(head["headers"], flat).weights())
+        found |= dict(WeightBatch(head["headers"], flat).weights())
     check_weights(found)
 
 
@@ -74,7 +74,7 @@ class StandIn:
         key, self.count = (self.store.get("0"), self.count), self.count + 1
         if self.rank == 0:
             self.boards[key] = tensors[0].clone()
-        for _ in looks(5, 0.001):
+        for _ in poll(5, 0.001):
             if key in self.boards:
                 tensors[0].copy_(self.boards[key])
                 break
@@ -95,7 +95,7 @@ def pair(monkeypatch):
     """A trainer's group and a worker's."""
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", StandIn, raising=False)
     host = WeightGroup(0, 2, CPU, 5.0, None)
-    worker = WeightGroup(1, 2, CPU, 5.0, host.identity)
+    worker = WeightGroup(1, 2, CPU, 5.0, host.nccl_id)
     for group in (host, worker):
         group.wait_for_all()
     yield host, worker
@@ -109,7 +109,7 @@ def test_members_that_are_told_the_identity_meet_and_hand_on_bytes(pair):
     taken = run_in_background(lambda: worker.broadcast(found))
     host.broadcast(flat)
     taken.result(60)
-    assert torch.equal(found, flat) and host.identity == worker.identity
+    assert torch.equal(found, flat) and host.nccl_id == worker.nccl_id
     host.broadcast(flat[:0])
 
 
@@ -118,7 +118,7 @@ def test_a_transfer_that_does_not_move_ends_and_is_no_lost_rank_of_training(pair
     host.seconds, host._nccl.is_stuck = 0.2, True
     with pytest.raises(TransferError, match="nothing moved for 0.2 s") as caught:
         host.broadcast(torch.zeros(3, dtype=torch.uint8))
-    assert not _is_lost(caught.value)
+    assert not _comes_from_collective(caught.value)
 
 
 def test_a_member_that_failed_ends_the_wait(pair):
@@ -139,13 +139,13 @@ def test_a_member_that_failed_ends_the_wait(pair):
 def test_weights_go_from_gpu_to_gpu():
     host = WeightGroup(0, 2, torch.device("cuda:0"), 60.0, None)
     worker = run_in_background(
-        lambda: WeightGroup(1, 2, torch.device("cuda:1"), 60.0, host.identity)
+        lambda: WeightGroup(1, 2, torch.device("cuda:1"), 60.0, host.nccl_id)
     )
     host.wait_for_all()
     found = torch.zeros(48, dtype=torch.uint8, device="cuda:1")
     taken = run_in_background(lambda: worker.result(60).broadcast(found))
-    (batch,) = batches([("plain", WEIGHTS["plain"])], torch.device("cuda:0"))
-    assert not unpack_message(batch.packed("a run"))[1]
+    (batch,) = weight_batches([("plain", WEIGHTS["plain"])], torch.device("cuda:0"))
+    assert not unpack_message(batch.to_message("a run"))[1]
     host.broadcast(batch.flat)
     taken.result(60)
     assert torch.equal(found.cpu(), batch.flat.cpu())

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from trl.generation.vllm.server.weight_stream import batches, unpack_message
+from trl.generation.vllm.server.weight_stream import unpack_message, weight_batches
 from trl.imports import is_available
 
 CPU = torch.device("cpu")
@@ -35,9 +35,9 @@ def receiver():
 
 def sync(receiver, number, weights):
     """What is wrong after a sync."""
-    for batch in batches(weights.items(), torch.device("cpu")):
-        receiver.receive(*unpack_message(batch.packed("run")))
-    problem, doubt = receiver.prove(number)
+    for batch in weight_batches(weights.items(), torch.device("cpu")):
+        receiver.receive(*unpack_message(batch.to_message("run")))
+    problem, doubt = receiver.verify(number)
     assert doubt is None
     return problem
 
@@ -45,21 +45,21 @@ def sync(receiver, number, weights):
 def test_weights_are_loaded_and_held(receiver):
     weight = torch.randn(3, 2)
     assert sync(receiver, 1, {"weight": weight}) is None
-    assert torch.equal(receiver._model.weight, weight) and receiver.held == 1
+    assert torch.equal(receiver._model.weight, weight) and receiver.held_sync == 1
 
 
 def test_a_change_on_the_way_is_seen_whatever_the_number_of_threads(receiver):
     """Sums of floats depend on the number of threads, so nothing that is compared may be one."""
-    (batch,) = batches([("other", torch.randn(40_000)), ("weight", torch.ones(3, 2))], CPU)
-    message, threads = bytearray(batch.packed("run")), torch.get_num_threads()
+    (batch,) = weight_batches([("other", torch.randn(40_000)), ("weight", torch.ones(3, 2))], CPU)
+    message, threads = bytearray(batch.to_message("run")), torch.get_num_threads()
     message[-1] ^= 1
     try:
         torch.set_num_threads(threads + 1)
         receiver.receive(*unpack_message(bytes(message)))
     finally:
         torch.set_num_threads(threads)
-    assert receiver.prove(1)[0] == "other or one of 1 more did not arrive as it was sent"
-    assert receiver.held is None
+    assert receiver.verify(1)[0] == "other or one of 1 more did not arrive as it was sent"
+    assert receiver.held_sync is None
     assert sync(receiver, 2, {"weight": torch.ones(3, 2)}) is None
 
 
@@ -73,9 +73,9 @@ def test_a_change_on_the_way_is_seen_whatever_the_number_of_threads(receiver):
 )
 def test_a_problem_is_told_and_ends_with_the_next_sync(receiver, weights, words):
     assert sync(receiver, 1, weights).startswith(words)
-    assert receiver.held is None
+    assert receiver.held_sync is None
     assert sync(receiver, 2, {"weight": torch.ones(3, 2)}) is None
-    assert receiver.held == 2
+    assert receiver.held_sync == 2
 
 
 def test_another_trainer_is_not_taken_for_the_one_that_was_met(receiver):
@@ -85,12 +85,12 @@ def test_another_trainer_is_not_taken_for_the_one_that_was_met(receiver):
     assert worker.trl_held() == []
     worker._trl_receiver = receiver
     assert worker.trl_held() == []
-    receiver.held = 4
+    receiver.held_sync = 4
     assert worker.trl_held() == ["run", 4]
-    (batch,) = batches([("weight", torch.ones(3, 2))], CPU)
+    (batch,) = weight_batches([("weight", torch.ones(3, 2))], CPU)
     for call in (
         lambda: worker.trl_prove("another run", 5),
-        lambda: worker.trl_receive(batch.packed("another run")),
+        lambda: worker.trl_receive(batch.to_message("another run")),
     ):
         with pytest.raises(RuntimeError, match="Another trainer has connected to this server"):
             call()

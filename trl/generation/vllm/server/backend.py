@@ -1,4 +1,4 @@
-"""Generation by vLLM servers: rank 0 sends weights to all, and deals out all ranks' requests."""
+"""Generation by vLLM servers: rank 0 sends weights and distributes the requests of all ranks."""
 
 import math
 import uuid
@@ -7,7 +7,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager
 from functools import partial
 from itertools import cycle
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,10 +16,10 @@ from transformers.utils import logging
 from ....suggestions import did_you_mean
 from ...base import Generations, PolicyHandle, Sampling
 from ..backend import VLLMBackend
-from ..sampling import Request, completion_body, read_responses
+from ..sampling import CompletionRequest, completion_body, read_responses
 from ..weight_verifier import WeightSyncError
 from .client import (
-    HOW,
+    START_HINT,
     ServerError,
     ServerFacts,
     VLLMClient,
@@ -27,13 +27,14 @@ from .client import (
     run_in_background,
     run_in_threads,
 )
-from .secret import WEIGHTS
-from .weight_stream import TransferError, WeightGroup, batches
+from .secret import WEIGHTS_ROUTE
+from .weight_stream import TransferError, WeightGroup, weight_batches
 
 logger = logging.get_logger(__name__)
+T = TypeVar("T")
 
-LAST_WORDS_SECONDS = 1.0  # seconds in which a server may say why it received no more
-MOST_REQUESTS = 256  # under way at once, each in a thread; the others wait for one of these
+ERROR_WAIT_SECONDS = 1.0  # after a failed transfer, for a server's own error
+MAX_CONCURRENT_REQUESTS = 256  # each has a thread; others wait
 
 
 class Server(VLLMClient):
@@ -45,23 +46,27 @@ class Server(VLLMClient):
         try:
             self.facts = ServerFacts(**self.call_workers("trl_describe")[0])
         except TypeError as error:
-            words = "runs another version of trl: install the same one on both sides."
-            raise ServerError(f"The vLLM server {self.url} {words}") from error
+            raise ServerError(
+                f"The vLLM server {self.url} runs another version of trl: install the same one on "
+                "both sides."
+            ) from error
         except ServerError as error:
             if error.status != 500:
                 raise
-            words = f"cannot take a trainer's weights. {HOW} It said: {error}"
-            raise ServerError(f"The vLLM server {self.url} {words}") from error
+            raise ServerError(
+                f"The vLLM server {self.url} cannot take a trainer's weights. {START_HINT} It "
+                f"said: {error}"
+            ) from error
 
-    def check(self, wanted: ServerFacts, sampling: Sampling) -> None:
-        """Refuse a server that a policy cannot be trained with, or that lacks a sampling option."""
-        for reason in incompatibilities(self.facts, wanted):
-            raise ValueError(f"The vLLM server {self.url} cannot be used. {reason}")
+    def check(self, required: ServerFacts, sampling: Sampling) -> None:
+        """Raise ValueError if the server does not fit a policy, or lacks a sampling option."""
+        for problem in incompatibilities(self.facts, required):
+            raise ValueError(f"The vLLM server {self.url} cannot be used. {problem}")
         extra = set(sampling.extra) - {"do_sample"}
         if not extra:
-            return  # the schema takes long
-        schema = self.request_with_retries("GET", "/openapi.json")["components"]["schemas"]
-        legal = set(schema["CompletionRequest"]["properties"])
+            return  # without the request, which is slow
+        schemas = self.request_with_retries("GET", "/openapi.json")["components"]["schemas"]
+        legal = set(schemas["CompletionRequest"]["properties"])
         for name in extra - legal:
             raise ValueError(
                 f"generation_kwargs[{name!r}] is not an option of a vLLM server."
@@ -75,74 +80,99 @@ class ServerPool:
     def __init__(self, servers: Sequence[Server]):
         self.servers = servers
         self.seconds = servers[0].seconds
-        self.context = min(server.facts.context for server in servers)  # tokens that all see
-        self.run = uuid.uuid4().hex
-        self._syncs = 0
+        self.context_length = min(server.facts.context for server in servers)
+        self.run_id = uuid.uuid4().hex
+        self._num_syncs = 0
         self._has_joined = False
-        self._group: WeightGroup | None = None  # where weights go from GPU to GPU
-        self._device = torch.device("cpu")  # from which they go
+        self._group: WeightGroup | None = None  # None: weights are sent in messages
+        self._device = torch.device("cpu")  # from which weights are sent
 
     def join(self, device: torch.device) -> None:
-        """Let the workers of all servers take the weights of this run, and of no other."""
-        size = 1 + sum(server.facts.workers for server in self.servers)
-        identity, rank, calls = None, 1, []
+        """Let the workers of all servers receive the weights of this run, and of no other."""
+        group_size = 1 + sum(server.facts.workers for server in self.servers)
+        nccl_id = None
         if device.type == "cuda" and all(server.facts.gpu is not None for server in self.servers):
             self._device = device
-            self._group = WeightGroup(0, size, device, self.seconds, None)
-            identity = self._group.identity
+            self._group = WeightGroup(0, group_size, device, self.seconds, None)
+            nccl_id = self._group.nccl_id
+        calls = []
+        first_rank = 1
         for server in self.servers:
-            # A worker that waits in vain is to be free before the next trainer gives it up.
-            words = "trl_join", self.run, identity, (rank, size), self.seconds / 2
-            calls.append(run_in_background(partial(server.call_workers, *words)))
-            rank += server.facts.workers
-        with _reasons(calls) as check:
+            # Half the time, so that a worker that waits in vain is free before a next trainer gives
+            # up.
+            join = partial(
+                server.call_workers,
+                "trl_join",
+                self.run_id,
+                nccl_id,
+                (first_rank, group_size),
+                self.seconds / 2,
+            )
+            calls.append(run_in_background(join))
+            first_rank += server.facts.workers
+        with _prefer_server_errors(calls) as check:
             if self._group is not None:
                 self._group.wait_for_all(check)
-        _finish(calls)
+        _results(calls)
         self._has_joined = True
 
     def send(self, weights: Iterable[tuple[str, Tensor]], step: int) -> str | None:
-        """Send the weights of an optimizer step; returns what is then wrong, in words, or None."""
-        failed = f"While sending the weights of step {step}, "
+        """Send the weights of an optimizer step and verify them; return an error text, or None.
+
+        Raises `ServerError` if the transfer fails.
+        """
+        error_prefix = f"While sending the weights of step {step}, "
         if not self._has_joined:
-            raise ServerError(f"{failed}the servers were left after a failure")
-        self._syncs += 1
+            raise ServerError(f"{error_prefix}the servers were left after a failure")
+        self._num_syncs += 1
         calls: list[Future[Any]] = []
-        sent, where = 0, "before the first weight"
+        num_sent = 0
+        progress = "before the first weight"
         try:
-            for batch in batches(weights, self._device):
-                words = "POST", WEIGHTS, batch.packed(self.run)
-                _finish(calls)  # servers take a batch while the next one is made
-                where = f"at {batch.name}, after {sent} weights"
-                calls = [run_in_background(partial(each.ask, *words)) for each in self.servers]
-                with _reasons(calls) as check:
+            for batch in weight_batches(weights, self._device):
+                message = batch.to_message(self.run_id)
+                _results(calls)  # servers receive a batch while the next one is made
+                progress = f"at {batch.first_name}, after {num_sent} weights"
+                calls = [
+                    run_in_background(partial(server.request, "POST", WEIGHTS_ROUTE, message))
+                    for server in self.servers
+                ]
+                with _prefer_server_errors(calls) as check:
                     if self._group is not None:
                         self._group.broadcast(batch.flat, check)
-                sent += len(batch.headers)
-            _finish(calls)
-            where = f"after the last of {sent} weights"
-            return self._prove()
+                num_sent += len(batch.headers)
+            _results(calls)
+            progress = f"after the last of {num_sent} weights"
+            return self._verify()
         except BaseException as error:
             self.leave()
             if isinstance(error, (ServerError, TransferError)):
-                raise ServerError(f"{failed}{where}: {error}") from error
+                raise ServerError(f"{error_prefix}{progress}: {error}") from error
             raise
 
-    def _prove(self) -> str | None:
-        """What is wrong with what a server holds; if nothing is, cached prompts are dropped."""
-        words = "trl_prove", self.run, self._syncs
-        calls = [run_in_background(partial(server.call_workers, *words)) for server in self.servers]
-        for problem, doubt in [each for workers in _finish(calls) for each in workers]:
-            if problem is not None:
-                return problem
-            if doubt is not None:
-                logger.warning_once(doubt)
+    def _verify(self) -> str | None:
+        """Let all workers verify their weights, then drop cached prompts.
+
+        Returns an error text, or None.
+        """
+        calls = [
+            run_in_background(
+                partial(server.call_workers, "trl_prove", self.run_id, self._num_syncs)
+            )
+            for server in self.servers
+        ]
+        for worker_results in _results(calls):
+            for problem, warning in worker_results:
+                if problem is not None:
+                    return problem
+                if warning is not None:
+                    logger.warning_once(warning)
         for server in self.servers:
             server.reset_prefix_cache()
         return None
 
     def leave(self) -> None:
-        """Leave the workers and end all requests, after a failure."""
+        """Leave the process group and abort all requests, after a failure."""
         self._has_joined = False
         if self._group is not None:
             self._group.close()
@@ -150,63 +180,77 @@ class ServerPool:
         for server in self.servers:
             server.close()
 
-    def complete(self, requests: Sequence[Request], sampling: Sampling) -> Generations:
-        """Complete prompts, dealt out to the servers in turn."""
+    def complete(self, requests: Sequence[CompletionRequest], sampling: Sampling) -> Generations:
+        """Complete prompts, distributed over the servers in turn."""
 
-        def ask(server: Server, request: Request) -> Any:
-            body = completion_body(request, sampling, self.context)
+        def request_completions(server: Server, request: CompletionRequest) -> Any:
+            body = completion_body(request, sampling, self.context_length)
             return server.request_with_retries("POST", "/v1/completions", body, math.inf)
 
-        pairs = zip(cycle(self.servers), requests, strict=False)
-        works = [partial(ask, server, request) for server, request in pairs]
-        calls = run_in_threads(works, MOST_REQUESTS)
+        functions = [
+            partial(request_completions, server, request)
+            for server, request in zip(cycle(self.servers), requests, strict=False)
+        ]
+        calls = run_in_threads(functions, MAX_CONCURRENT_REQUESTS)
         try:
             self._wait_for(calls)
-            for server in self.servers:
-                if server.call_workers("trl_held")[0] != [self.run, self._syncs]:
-                    raise WeightSyncError(
-                        f"The vLLM server {server.url} does not hold the weights that it was sent: "
-                        "it was restarted or serves another trainer. Completions would be those of "
-                        "another policy."
-                    )
+            self._check_held_weights()
         except BaseException:
             self.leave()
             raise
         return read_responses(requests, [call.result() for call in calls])
 
+    def _check_held_weights(self) -> None:
+        for server in self.servers:
+            if server.call_workers("trl_held")[0] != [self.run_id, self._num_syncs]:
+                raise WeightSyncError(
+                    f"The vLLM server {server.url} does not hold the weights that it was sent: "
+                    "it was restarted or serves another trainer. Completions would be those of "
+                    "another policy."
+                )
+
     def _wait_for(self, calls: Sequence[Future[Any]]) -> None:
-        """Wait for answers as long as the engines of all servers are alive."""
+        """Wait for completions as long as the engines of all servers are alive."""
         pending = set(calls)
         try:
             while pending:
                 done, pending = wait(pending, self.seconds / 2, FIRST_EXCEPTION)
-                _raise_from(done)
-                for server in self.servers if pending else ():
+                _raise_errors(done)
+                if not pending:
+                    break
+                for server in self.servers:
                     # A busy engine answers between two steps.
                     server.call_workers("trl_held", seconds=self.seconds / 2)
         except ServerError as error:
-            answered = sum(call.done() and call.exception() is None for call in calls)
+            num_answered = sum(call.done() and call.exception() is None for call in calls)
             raise ServerError(
-                f"While generating, with {answered} of {len(calls)} prompts answered: {error}"
+                f"While generating, with {num_answered} of {len(calls)} prompts answered: {error}"
             ) from error
 
 
 class VLLMServerBackend(VLLMBackend):
-    """Generates with vLLM servers; rank 0 has the pool of them, the others none."""
+    """Generates with vLLM servers; rank 0 has the pool of servers, other ranks None."""
 
-    def __init__(self, pool: ServerPool | None, policy: PolicyHandle, **options: Any):
-        context = policy.ranks.gather_objects(None if pool is None else pool.context)[0]
-        engines = 1 if pool is None else len(pool.servers)  # other ranks ask nothing
-        super().__init__(policy, context, engines=engines, **options)
+    def __init__(
+        self,
+        pool: ServerPool | None,
+        policy: PolicyHandle,
+        **options: Any,  # of `VLLMBackend`
+    ):
+        own_length = None if pool is None else pool.context_length
+        context_length = policy.ranks.gather_objects(own_length)[0]
+        num_engines = 1 if pool is None else len(pool.servers)  # other ranks make no requests
+        super().__init__(policy, context_length, num_engines=num_engines, **options)
         self._pool = pool
 
     def _send(self, weights: Iterator[tuple[str, Tensor]]) -> str | None:
-        """Send all weights; every rank goes through all of them, whatever happens on the way."""
-        problem = failure = None
+        """Send all weights. A collective: every rank reads all weights, even after a failure."""
+        problem = None
+        failure = None
         remaining = iter(weights)
         try:
             if self._pool is not None:
-                problem = self._pool.send(remaining, self._wanted)
+                problem = self._pool.send(remaining, self._step)
         except ServerError as error:
             failure = error
         for _ in remaining:
@@ -214,37 +258,41 @@ class VLLMServerBackend(VLLMBackend):
         self._ranks.raise_everywhere(failure, "sending weights to vLLM")
         return self._ranks.gather_objects(problem)[0]
 
-    def _gather_to_engine(self, value: Any) -> tuple[list[Any], int]:
+    def _gather_to_engine(self, value: T) -> tuple[list[T], int]:
         return self._ranks.gather_objects(value), self._ranks.rank
 
-    def _run(self, requests: list[Request], sampling: Sampling) -> Generations:
-        """What rank 0 is answered, on every rank; all fail together."""
-        answer: Any = None
+    def _run(self, requests: list[CompletionRequest], sampling: Sampling) -> Generations:
+        """Complete requests on rank 0, and return the result on every rank."""
+        generations: Any = None
         with self._ranks.fail_together("generation"):
             if self._pool is not None:
-                answer = self._pool.complete(requests, sampling)
-        return self._ranks.gather_objects(answer)[0]
+                generations = self._pool.complete(requests, sampling)
+        return self._ranks.gather_objects(generations)[0]
 
 
-def _raise_from(calls: Iterable[Future[Any]]) -> None:
+def _raise_errors(calls: Iterable[Future[Any]]) -> None:
+    """Raise the error of a call that has failed."""
     for call in calls:
         if call.done():
             call.result()
 
 
-def _finish(calls: Sequence[Future[Any]]) -> list[Any]:
-    """What all calls return, or what the first one that fails raises."""
+def _results(calls: Sequence[Future[Any]]) -> list[Any]:
+    """Wait for all calls and return their results; raise the first error at once."""
     wait(calls, return_when=FIRST_EXCEPTION)
-    _raise_from(calls)
+    _raise_errors(calls)
     return [call.result() for call in calls]
 
 
 @contextmanager
-def _reasons(calls: Sequence[Future[Any]]) -> Iterator[Callable[[], None]]:
-    """Raise what a server itself says of a transfer that breaks, if it says so soon."""
+def _prefer_server_errors(calls: Sequence[Future[Any]]) -> Iterator[Callable[[], None]]:
+    """Raise a server's own error instead of a `TransferError`, if it comes soon after.
+
+    Yields a function that raises the error of a call that has failed.
+    """
     try:
-        yield partial(_raise_from, calls)
+        yield partial(_raise_errors, calls)
     except TransferError:
-        wait(calls, LAST_WORDS_SECONDS, FIRST_EXCEPTION)
-        _raise_from(calls)
+        wait(calls, ERROR_WAIT_SECONDS, FIRST_EXCEPTION)
+        _raise_errors(calls)
         raise

@@ -1,120 +1,140 @@
-"""What stands before the routes of a vLLM server: proven requests of trainers alone get through.
+"""Middleware of a vLLM server that lets only a trainer's signed requests through.
 
-`trl vllm-serve` names `Guard` to vLLM (`--middleware`). Imported by vLLM alone.
+`trl vllm-serve` passes `Guard` to vLLM (`--middleware`). Only vLLM imports this module.
 """
 
 import inspect
 import json
 import secrets
 import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from ....imports import require
-from .secret import ANSWER, CHALLENGE, REQUEST, WEIGHTS, SignedRequest, digest, shared_secret
+from .secret import (
+    CHALLENGE_HEADER,
+    REQUEST_HEADER,
+    RESPONSE_HEADER,
+    WEIGHTS_ROUTE,
+    SignedRequest,
+    digest,
+    shared_secret,
+)
 
 Middleware: Any = require("starlette.middleware.base", "trl vllm-serve").BaseHTTPMiddleware
 Response: Any = require("starlette.responses", "trl vllm-serve").Response
 
+# The routes that training needs: method and path.
 ROUTES = {
-    *(("GET", "/health"), ("GET", "/openapi.json"), ("POST", WEIGHTS)),
-    *(("POST", "/v1/completions"), ("POST", "/reset_prefix_cache"), ("POST", "/collective_rpc")),
+    ("GET", "/health"),
+    ("GET", "/openapi.json"),
+    ("POST", "/collective_rpc"),
+    ("POST", "/reset_prefix_cache"),
+    ("POST", "/v1/completions"),
+    ("POST", WEIGHTS_ROUTE),
 }
-WORKER_METHODS = "trl_"  # how the names of those begin that may be called by /collective_rpc
+WORKER_METHOD_PREFIX = "trl_"  # of the methods that /collective_rpc may call
 DAMAGED = "the request was altered or damaged on its way: its bytes are not those that were sent"
+
+Scope = dict[str, Any]
+Receive = Callable[[], Awaitable[dict[str, Any]]]
+Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 
 class Challenges:
-    """Words of a server that keep a recorded request from being sent again."""
+    """The server's challenges, which keep recorded requests from being sent again."""
 
     def __init__(self, seconds: float = 600.0):
         self._seconds = seconds
         self._since = time.monotonic()
-        self._spent: dict[str, set[str]] = {secrets.token_hex(16): set()}  # nonces by word
+        self._used_nonces: dict[str, set[str]] = {secrets.token_hex(16): set()}  # by challenge
 
     @property
     def current(self) -> str:
-        """The word for a request; given out for `seconds`, it is taken for as long again."""
+        """The challenge for new requests. It changes after `seconds`; the previous one is valid."""
         if time.monotonic() > self._since + self._seconds:
             self._since = time.monotonic()
-            self._spent[secrets.token_hex(16)] = set()
-            self._spent = dict(list(self._spent.items())[-2:])
-        return list(self._spent)[-1]
+            self._used_nonces[secrets.token_hex(16)] = set()
+            self._used_nonces = dict(list(self._used_nonces.items())[-2:])
+        return list(self._used_nonces)[-1]
 
-    def spend(self, claim: SignedRequest) -> bool:
-        """Note a claim that is proven; false if it was made before, or with another word."""
-        spent = self._spent.get(claim.challenge)
-        if spent is None or claim.nonce in spent:
+    def accept(self, request: SignedRequest) -> bool:
+        """Whether a request has a valid challenge and a new nonce, which is then used."""
+        nonces = self._used_nonces.get(request.challenge)
+        if nonces is None or request.nonce in nonces:
             return False
-        spent.add(claim.nonce)
+        nonces.add(request.nonce)
         return True
 
 
 class Guard(Middleware):
-    """Lets proven requests to routes of training through, each once.
+    """Lets each signed request to a route of training through, once.
 
-    Answers 401 to all others, without saying what is there; to proven ones 400 if their body is
-    not the one that was sent, and 404 for other routes. Proves each answer to a proven request, so
-    a trainer knows who gives it.
+    Other requests get status 401, whatever the route. Signed requests get 400 if their body is not
+    the one that was signed, and 404 for other routes. Responses to signed requests are signed, so
+    the trainer knows that they come from this server.
     """
 
-    def __init__(self, app: Any):
+    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]):
         super().__init__(app)
         self._secret = shared_secret()
         self._challenges = Challenges()
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Serve one connection."""
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a connection (ASGI). Websockets are closed."""
         if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
             await super().__call__(scope, receive, send)
 
-    async def dispatch(self, request: Any, call_next: Any) -> Any:
-        """Answer one request; `call_next` lets the server do so."""
-        current = self._challenges.current
-        query = request.url.query
-        target = _path(request) + f"?{query}" * bool(query)
-        header = request.headers.get(REQUEST, "")
-        claim = SignedRequest.read(header, self._secret, request.method, target)
-        if claim is None or not self._challenges.spend(claim):
-            return _error(401, "secret", {CHALLENGE: current})
-        if claim.digest != digest(body := await request.body()):
-            answer = _error(400, DAMAGED)
-        elif not _is_open(request.method, _path(request), body):
-            answer = _error(404, "not a route for training")
-        elif _path(request) == WEIGHTS:
-            answer = await _hand_on(request.app.state.engine_client, body)
+    async def dispatch(self, request: Any, call_next: Callable[[Any], Awaitable[Any]]) -> Any:
+        """Respond to a starlette `Request`; `call_next` passes it to the server."""
+        challenge = self._challenges.current
+        path = _path(request)
+        target = f"{path}?{request.url.query}" if request.url.query else path
+        header = request.headers.get(REQUEST_HEADER, "")
+        signed = SignedRequest.verify(header, self._secret, request.method, target)
+        if signed is None or not self._challenges.accept(signed):
+            return _error(401, "secret", {CHALLENGE_HEADER: challenge})
+        body = await request.body()
+        if signed.digest != digest(body):
+            response = _error(400, DAMAGED)
+        elif not _is_open(request.method, path, body):
+            response = _error(404, "not a route for training")
+        elif path == WEIGHTS_ROUTE:
+            response = await _send_to_workers(request.app.state.engine_client, body)
         else:
-            answer = await _ask(request, call_next)
-        answer.headers[ANSWER] = claim.answer(answer.status_code, answer.body)
-        return answer
+            response = await _respond(request, call_next)
+        signature = signed.sign_response(response.status_code, response.body)
+        response.headers[RESPONSE_HEADER] = signature
+        return response
 
 
-async def _ask(request: Any, call_next: Any) -> Any:
-    """The server's whole answer."""
+async def _respond(request: Any, call_next: Callable[[Any], Awaitable[Any]]) -> Any:
+    """Return the server's response with its whole body."""
     try:
-        found = await call_next(request)
-        body = b"".join([part async for part in found.body_iterator])
-        return Response(body, found.status_code, found.headers)
+        response = await call_next(request)
+        body = b"".join([chunk async for chunk in response.body_iterator])
+        return Response(body, response.status_code, response.headers)
     except Exception as error:
-        # Whoever handles these stands before this class, and would answer without proof.
+        # The server's handler runs outside this middleware, so its response would not be signed.
         handler = request.app.exception_handlers.get(Exception)
         if handler is None:
             raise
-        found = handler(request, error)
-        return await found if inspect.isawaitable(found) else found
+        response = handler(request, error)
+        return await response if inspect.isawaitable(response) else response
 
 
-async def _hand_on(engine: Any, weights: bytes) -> Any:
+async def _send_to_workers(engine_client: Any, weights: bytes) -> Any:
     try:
-        await engine.collective_rpc("trl_receive", args=(weights,))
+        await engine_client.collective_rpc("trl_receive", args=(weights,))
     except Exception as error:  # of a worker
         return _error(500, str(error))
     return Response()
 
 
-def _error(status: int, words: str, headers: dict[str, str] | None = None) -> Any:
-    return Response(json.dumps({"error": {"message": words}}), status, headers)
+def _error(status: int, message: str, headers: dict[str, str] | None = None) -> Any:
+    return Response(json.dumps({"error": {"message": message}}), status, headers)
 
 
 def _path(request: Any) -> str:
@@ -122,12 +142,12 @@ def _path(request: Any) -> str:
 
 
 def _is_open(method: str, path: str, body: bytes) -> bool:
-    """Whether a trainer needs the route; of the methods of workers only those made for it."""
+    """Whether training needs the route; of workers, only the methods of `WeightWorker` are open."""
     if (method, path) not in ROUTES:
         return False
     if path != "/collective_rpc":
         return True
     try:
-        return str(json.loads(body)["method"]).startswith(WORKER_METHODS)
+        return str(json.loads(body)["method"]).startswith(WORKER_METHOD_PREFIX)
     except (ValueError, LookupError, TypeError):
         return False

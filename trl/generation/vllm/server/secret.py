@@ -1,7 +1,7 @@
-"""The secret that a trainer shares with its vLLM servers: whoever proves to know it gets in.
+"""Authentication between a trainer and its vLLM servers, by a secret that both know.
 
-It never travels. Whoever asks proves it over the whole request, a word that the server chose and
-one that is used once; whoever answers proves it over the answer.
+The secret is never sent. A client signs each request (HMAC), with a challenge that the server chose
+and a nonce that is used once, so a recorded request is refused. The server signs each response.
 """
 
 import hashlib
@@ -12,57 +12,70 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Self
 
-VARIABLE = "TRL_VLLM_TOKEN"
-REQUEST, ANSWER, CHALLENGE = "X-TRL-Request", "X-TRL-Answer", "X-TRL-Challenge"  # HTTP headers
-WEIGHTS = "/trl_weights"  # a route that takes bytes, which none of vLLM's does
+SECRET_VARIABLE = "TRL_VLLM_TOKEN"  # environment variable
+# HTTP headers
+REQUEST_HEADER = "X-TRL-Request"
+RESPONSE_HEADER = "X-TRL-Answer"
+CHALLENGE_HEADER = "X-TRL-Challenge"
+WEIGHTS_ROUTE = "/trl_weights"  # takes bytes, as none of vLLM's own routes does
 
 
 def shared_secret() -> bytes:
-    """The secret of this process; empty where none is set, which proves little but breaks nothing.
+    """Return the secret of this process; empty if none is set.
 
-    Without one, a request still needs a header that no page in a browser can send.
+    An empty secret keeps out browsers at least: pages cannot send the header of a request.
     """
-    return os.environ.get(VARIABLE, "").encode()
+    return os.environ.get(SECRET_VARIABLE, "").encode()
 
 
-def proof(secret: bytes, *words: bytes) -> str:
-    """64 hexadecimal digits that only someone who knows the secret can make from the words."""
-    found = hmac.new(secret, digestmod="sha256")
-    for word in words:
-        found.update(len(word).to_bytes(8, "big") + word)
-    return found.hexdigest()
+def sign(secret: bytes, *fields: bytes) -> str:
+    """Return the HMAC-SHA256 of the fields in 64 hexadecimal digits."""
+    signature = hmac.new(secret, digestmod="sha256")
+    for value in fields:
+        signature.update(len(value).to_bytes(8, "big") + value)
+    return signature.hexdigest()
 
 
 def digest(body: bytes) -> str:
-    """The hexadecimal SHA-256 of a body."""
+    """Return the hexadecimal SHA-256 of a body."""
     return hashlib.sha256(body).hexdigest()
 
 
 @dataclass(frozen=True)
 class SignedRequest:
-    """A request that proves the secret by its header, and that nobody can alter or repeat."""
+    """A request whose header proves that its sender knows the secret."""
 
     secret: bytes = field(repr=False)
-    challenge: str  # the word of the server
+    challenge: str  # from the server
     method: str
     target: str  # path and query
-    digest: str  # of its body
-    nonce: str = field(default_factory=partial(secrets.token_hex, 16))  # tells it from all others
+    digest: str  # of the body
+    nonce: str = field(default_factory=partial(secrets.token_hex, 16))  # unique
 
     @classmethod
-    def read(cls, header: str, secret: bytes, method: str, target: str) -> Self | None:
-        """The claim that a request makes in its header; None if it is not proven."""
-        challenge, nonce, found, *_ = (*header.split(":"), "", "")
-        claim = cls(secret, challenge, method, target, found, nonce)
-        return claim if hmac.compare_digest(header.encode(), claim.header.encode()) else None
+    def verify(cls, header: str, secret: bytes, method: str, target: str) -> Self | None:
+        """Read a request from its header; None if the signature is wrong."""
+        values = header.split(":")
+        if len(values) != 4:
+            return None
+        challenge, nonce, body_digest, _ = values
+        request = cls(secret, challenge, method, target, body_digest, nonce)
+        return request if hmac.compare_digest(header.encode(), request.header.encode()) else None
 
     @property
     def header(self) -> str:
-        """For `REQUEST`."""
-        words = "request", self.challenge, self.nonce, self.method, self.target, self.digest
-        proven = proof(self.secret, *(word.encode() for word in words))
-        return ":".join((self.challenge, self.nonce, self.digest, proven))
+        """The value of `REQUEST_HEADER`."""
+        signature = sign(
+            self.secret,
+            b"request",
+            self.challenge.encode(),
+            self.nonce.encode(),
+            self.method.encode(),
+            self.target.encode(),
+            self.digest.encode(),
+        )
+        return ":".join((self.challenge, self.nonce, self.digest, signature))
 
-    def answer(self, status: int, body: bytes) -> str:
-        """For `ANSWER`: what proves an answer to this request."""
-        return proof(self.secret, b"answer", self.nonce.encode(), b"%d" % status, body)
+    def sign_response(self, status: int, body: bytes) -> str:
+        """Return the value of `RESPONSE_HEADER` for a response to this request."""
+        return sign(self.secret, b"answer", self.nonce.encode(), b"%d" % status, body)

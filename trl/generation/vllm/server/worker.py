@@ -1,73 +1,85 @@
-"""What runs in the workers of a vLLM server: it takes weights, proves them, and tells what it is.
+"""Runs in the workers of a vLLM server: receives and verifies weights, and reports the server.
 
-`trl vllm-serve` names the class to vLLM (`--worker-extension-cls`), which mixes it into its own and
-lets the trainer call its methods. Imported by vLLM alone.
+`trl vllm-serve` passes the class to vLLM (`--worker-extension-cls`), which adds it to the bases of
+its worker class; the trainer calls its methods by HTTP. Only vLLM imports this module.
 """
 
 from dataclasses import asdict
 from typing import Any
 
 import torch
+from torch import nn
 
 from ....imports import require
 from ..engine import keep_weights_unpacked
 from ..weight_verifier import WeightVerifier, fingerprint
 from .client import PROTOCOL, ServerFacts, gpu_id, model_shape
-from .weight_stream import Batch, WeightGroup, unpack_message
+from .weight_stream import WeightBatch, WeightGroup, unpack_message
 
 
 class WeightReceiver:
-    """Takes the weights of one run into an engine's model: from messages, or over a group."""
+    """Loads the weights of one run into an engine's model.
 
-    def __init__(self, run: str, model: Any, group: WeightGroup | None = None):
-        self.run = run
+    Bytes come in messages, or over a process group if there is one.
+    """
+
+    def __init__(self, run_id: str, model: nn.Module, group: WeightGroup | None = None):
+        self.run_id = run_id
         self.group = group
-        self.held: int | None = None
+        self.held_sync: int | None = None  # whose weights the engine holds; None: unknown
         self._model = model
         self._device = next(model.parameters()).device
-        self._proof = WeightVerifier(model)
-        self._problem: str | None = None
+        self._verifier = WeightVerifier(model)
+        self._problem: str | None = None  # the first one in this sync
 
     @torch.no_grad()
     def receive(self, head: dict[str, Any], body: memoryview) -> None:
-        """Take the weights of a message; after a problem the rest is taken all the same."""
-        self.held = None
+        """Receive and load a batch. After a problem, further batches are received but not loaded.
+
+        Other members of the group would wait if they were not received.
+        """
+        self.held_sync = None
         device = "cpu" if self.group is None else self._device
-        batch = Batch(head["headers"], torch.empty(head["size"], dtype=torch.uint8, device=device))
+        flat = torch.empty(head["size"], dtype=torch.uint8, device=device)
+        batch = WeightBatch(head["headers"], flat)
         if self.group is None:
-            memoryview(batch.flat.numpy())[:] = body
+            memoryview(flat.numpy())[:] = body
         else:
-            self.group.broadcast(batch.flat)
-        if fingerprint(batch.flat).item() != head["fingerprint"]:
-            more = f" or one of {len(batch.headers) - 1} more" if len(batch.headers) > 1 else ""
-            words = f"{batch.name}{more} did not arrive as it was sent"
-            self._problem = self._problem or words
-        for name, weight in batch.weights() if self._problem is None else ():
+            self.group.broadcast(flat)
+        if fingerprint(flat).item() != head["fingerprint"] and self._problem is None:
+            names = batch.first_name
+            if len(batch.headers) > 1:
+                names += f" or one of {len(batch.headers) - 1} more"
+            self._problem = f"{names} did not arrive as it was sent"
+        if self._problem is not None:
+            return
+        for name, weight in batch.weights():
             try:
-                self._proof.load(name, weight.to(self._device), self.load)
-            except Exception as error:  # whatever a model's loader raises
+                self._verifier.load(name, weight.to(self._device), self.load)
+            except Exception as error:  # a model's loader may raise anything
                 self._problem = f"{name} cannot be loaded ({type(error).__name__}: {error})"
                 break
 
-    def prove(self, sync: int) -> list[str | None]:
-        """Compare what the engine holds with what was sent: what is wrong, and what is unproven."""
-        found = self._proof.problem()  # which forgets what was sent, in any case
-        problem, self._problem = self._problem or found, None
-        self.held = sync if problem is None else None
-        return [problem, self._proof.doubt]
+    def verify(self, sync: int) -> list[str | None]:
+        """Verify the weights of a sync; return an error text and a warning, each or None."""
+        mismatch = self._verifier.finish_sync()  # called in any case: it starts the next sync
+        problem = self._problem or mismatch
+        self._problem = None
+        self.held_sync = sync if problem is None else None
+        return [problem, self._verifier.warning]
 
     def load(self, name: str, weight: torch.Tensor) -> None:
-        """Write one weight, under the name it has in a checkpoint, in place."""
+        """Write a weight, named as in a checkpoint, in place."""
         self._model.load_weights([(name, weight)])
 
 
 class WeightWorker:
-    """Methods of a worker for a trainer; all names begin with `trl_`, to stay apart."""
+    """Methods of a worker that the trainer calls. Their prefix keeps them apart from vLLM's."""
 
     _trl_receiver: WeightReceiver | None = None
 
     def trl_describe(self) -> dict[str, Any]:
-        """What the trainer compares with its policy and options."""
+        """Return the `ServerFacts` that the trainer compares with its policy and options."""
         worker: Any = self
         model = worker.model_config
         parallel = worker.vllm_config.parallel_config
@@ -84,43 +96,46 @@ class WeightWorker:
         return asdict(facts)
 
     def trl_join(
-        self, run: str, identity: str | None, ranks: tuple[int, int], seconds: float
+        self, run_id: str, nccl_id: str | None, ranks: tuple[int, int], seconds: float
     ) -> None:
-        """Take the weights of a run from now on, and of no other.
+        """Receive the weights of a run from now on, and of no other run.
 
-        Bytes come over the group of an identity, or in messages if there is none. `ranks` are that
-        of this server's first worker in the group, and its size.
+        With an `nccl_id`, bytes come over a process group; `ranks` are the rank of this server's
+        first worker in it, and its size. Without one, bytes come in messages.
         """
         worker: Any = self
-        parallel = worker.vllm_config.parallel_config
-        place = parallel.data_parallel_index * parallel.world_size + worker.rank
         if self._trl_receiver is not None and self._trl_receiver.group is not None:
             self._trl_receiver.group.close()
-        self._trl_receiver = group = None
-        if identity is not None:
-            first, size = ranks
-            group = WeightGroup(first + place, size, worker.device, seconds, identity)
+        self._trl_receiver = None
+        group = None
+        if nccl_id is not None:
+            first_rank, size = ranks
+            parallel = worker.vllm_config.parallel_config
+            own_index = parallel.data_parallel_index * parallel.world_size + worker.rank
+            group = WeightGroup(first_rank + own_index, size, worker.device, seconds, nccl_id)
             group.wait_for_all()
-        self._trl_receiver = WeightReceiver(run, worker.get_model(), group)
+        self._trl_receiver = WeightReceiver(run_id, worker.get_model(), group)
 
     def trl_receive(self, message: bytes) -> None:
-        """Take a message with weights; see `Batch.packed`."""
+        """Receive a batch of weights; see `WeightBatch.to_message`."""
         head, body = unpack_message(message)
         self._trl_receiver_of(head["run"]).receive(head, body)
 
-    def trl_prove(self, run: str, sync: int) -> list[str | None]:
-        """Prove that the engine holds all weights that it was sent; see `WeightReceiver.prove`."""
-        return self._trl_receiver_of(run).prove(sync)
-
-    def _trl_receiver_of(self, run: str) -> WeightReceiver:
-        if self._trl_receiver is None or self._trl_receiver.run != run:
-            raise RuntimeError("Another trainer has connected to this server since.")
-        return self._trl_receiver
+    def trl_prove(self, run_id: str, sync: int) -> list[str | None]:
+        """Verify that the engine holds the weights of a sync; see `WeightReceiver.verify`."""
+        return self._trl_receiver_of(run_id).verify(sync)
 
     def trl_held(self) -> list[Any]:
-        """Run and number of the sync whose weights the engine holds; nothing if it holds none."""
-        found = self._trl_receiver
-        return [] if found is None or found.held is None else [found.run, found.held]
+        """Return the run id and sync whose weights the engine holds; empty if it holds none."""
+        receiver = self._trl_receiver
+        if receiver is None or receiver.held_sync is None:
+            return []
+        return [receiver.run_id, receiver.held_sync]
+
+    def _trl_receiver_of(self, run_id: str) -> WeightReceiver:
+        if self._trl_receiver is None or self._trl_receiver.run_id != run_id:
+            raise RuntimeError("Another trainer has connected to this server since.")
+        return self._trl_receiver
 
 
 keep_weights_unpacked("trl vllm-serve")  # before vLLM loads a model
