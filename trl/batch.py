@@ -348,11 +348,24 @@ class Step:
         """Put others in place of the batches."""
         return replace(self, batches=list(batches))
 
+    @property
+    def rewards(self) -> RewardTable:
+        """The table; a ValueError if nothing was rewarded."""
+        if self.table is None:
+            raise ValueError("The step has no rewards: they exist for rollout batches alone.")
+        return self.table
+
+    def with_rewards(self, rewards: Tensor) -> "Step":
+        """Give the rows of a rollout batch their entries of the rewards (N,) of all ranks."""
+        return self.map([self.batch.with_columns(rewards=self._local(rewards))])
+
     def with_advantages(self, advantages: Tensor) -> "Step":
         """Give the rows of a rollout batch their entries of the advantages (N,) of all ranks."""
-        batch = self.batch
-        local = self.ranks.local(advantages).to(batch.loss_mask.device)
-        return self.map([batch.with_columns(advantages=local)])
+        return self.map([self.batch.with_columns(advantages=self._local(advantages))])
+
+    def _local(self, values: Tensor) -> Tensor:
+        """Return this rank's values (B,) of those (N,) of all ranks, on the device of the batch."""
+        return self.ranks.local(values).to(self.batch.loss_mask.device)
 
 
 def with_totals(batches: Sequence[Batch], ranks: Ranks, share: float = 1.0) -> list[Batch]:

@@ -256,11 +256,14 @@ class RewardTable:
             total=self.total.masked_fill(excluded, torch.nan),
         )
 
-    def less(self, penalty: float | None) -> Tensor:
-        """Return the totals (N,), less a penalty for completions that were cut off."""
-        if self.ended is None or not penalty:
-            return self.total
-        return self.total - penalty * ~self.ended
+    @property
+    def has_ended(self) -> Tensor:
+        """Which completions were not cut off: (N,) bool."""
+        return torch.ones_like(self.total, dtype=torch.bool) if self.ended is None else self.ended
+
+    def with_truncation_penalty(self, penalty: float | None) -> Tensor:
+        """Return the totals (N,), minus a penalty for completions that were cut off."""
+        return self.total - penalty * ~self.has_ended if penalty else self.total
 
 
 @dataclass(frozen=True, slots=True)

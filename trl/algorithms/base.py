@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+import torch
 from torch import Tensor
 
 from ..batch import Batch, Step
@@ -18,9 +19,29 @@ from ..ops.policy_losses import RatioLevel
 
 Scores = TypeVar("Scores")  # what a scorer computes with gradient: `TokenScores`, or a tensor
 
-# By name: the sum () of a term over a batch, and its total () over the optimizer step, by which the
-# loop divides. Terms are added.
-LossTerms = Mapping[str, tuple[Tensor, Tensor]]
+# The sum () of a term over a batch, and its total () over the optimizer step, on all ranks, by
+# which the loop divides.
+LossTerm = tuple[Tensor, Tensor]
+LossTerms = Mapping[str, LossTerm]  # by name; terms are added
+
+
+def divide(term: LossTerm) -> Tensor:
+    """Return the share () of a batch in a term of the loss; 0 where the total is 0.
+
+    A total may be below 1, if a rollout batch serves several steps.
+    """
+    term_sum, total = term
+    return term_sum / torch.where(total > 0, total, 1.0)
+
+
+def record_term(metrics: MetricStore, name: str, term: LossTerm, batch: Batch) -> None:
+    """Record the mean of a term over optimizer steps, which count equally, however they are cut."""
+    value = divide(term).detach()
+    share_of_rows = len(batch) / batch.totals.all_rows
+    is_missing = value.isnan()
+    metrics.mean(
+        name, value.masked_fill(is_missing, 0.0), share_of_rows.masked_fill(is_missing, 0.0)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,8 @@ from trl.ops.masking import masked_sum, nan_mean, nan_min, nan_std
 
 STD_OFFSET = 1e-4
 SMALLEST_VARIANCE = 1e-8
+# Whose standard deviation advantages are divided by.
+Scale = Literal["group", "batch", "none"]
 
 
 def leave_one_out(rewards: Tensor, group_size: int) -> Tensor:
@@ -32,9 +34,7 @@ def leave_one_out(rewards: Tensor, group_size: int) -> Tensor:
     return _flat_without_nan(advantages, rewards)
 
 
-def group_relative(
-    rewards: Tensor, group_size: int, scale: Literal["group", "batch", "none"] = "group"
-) -> Tensor:
+def group_relative(rewards: Tensor, group_size: int, scale: Scale = "group") -> Tensor:
     """Reward minus the mean of its group, divided by a standard deviation (GRPO, arXiv 2402.03300).
 
     `scale` "group" divides by the deviation of the group plus 1e-4, "batch" by that of all rows

@@ -72,7 +72,7 @@ class OnlineDPOTrainer(OnlineTrainer):
 
     def shape_rewards(self, table: RewardTable, batch: Rollout) -> Tensor:
         """Subtract the penalty of completions that were cut off: (N,)."""
-        return table.less(self.args.missing_eos_penalty)
+        return table.with_truncation_penalty(self.args.missing_eos_penalty)
 
     def compute_advantages(self, rewards: Tensor, table: RewardTable, batch: Rollout) -> Tensor:
         """1 for the preferred completion, -1 for the other, 0 if one could not be scored: (N,)."""

@@ -102,7 +102,7 @@ class PPOTrainer(OnlineTrainer):
 
     def shape_rewards(self, table: RewardTable, batch: Rollout) -> Tensor:
         """Subtract the penalty of completions that were cut off: (N,)."""
-        rewards, store = table.less(self.args.missing_eos_penalty), self.metrics[batch.mode]
+        rewards, store = table.with_truncation_penalty(self.args.missing_eos_penalty), self.metrics[batch.mode]
         if batch.mode == "train":
             self._episodes += len(rewards)
             store.maximum("episode", self._episodes)
