@@ -12,28 +12,28 @@ from trl.types import Prefix, RewardTable
 
 
 def credit_step(
-    lengths: Sequence[int], rewards: Sequence[float], group_size: int, **changes: Any
+    lengths: Sequence[int],
+    rewards: Sequence[float],
+    group_size: int,
+    table: RewardTable | None = None,
+    **columns: Any,
 ) -> Step:
-    """A rollout batch of one rank before credit: completions of these lengths, all in the loss.
-
-    `changes` are fields of the reward table, or columns of the batch.
-    """
-    total = torch.tensor(rewards)
-    fields = {
-        "per_function": total[:, None],
-        "weights": torch.ones(1),
-        "total": total,
-        "names": ("reward",),
-        "group_size": group_size,
-        "ended": None,
-    }
-    table = RewardTable(**{name: changes.pop(name, value) for name, value in fields.items()})
+    """A rollout batch of one rank before credit: completions of these lengths, all in the loss."""
+    if table is None:
+        total = torch.tensor(rewards)
+        table = RewardTable(
+            per_function=total[:, None],
+            weights=torch.ones(1),
+            total=total,
+            names=("reward",),
+            group_size=group_size,
+        )
     groups = []
     for number in range(len(lengths) // group_size):
         sizes = lengths[number * group_size : (number + 1) * group_size]
         branches = tuple(Branch(range(10, 10 + size), [True] * size) for size in sizes)
         groups.append(Group(Prefix([number + 1]), branches, row=number))
-    batch = Batch.of(groups).with_columns(**changes)
+    batch = Batch.of(groups).with_columns(**columns)
     return Step(batches=[batch], ranks=Ranks(), table=table)
 
 

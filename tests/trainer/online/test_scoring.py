@@ -382,9 +382,10 @@ def test_truncated_completions_are_left_out_if_asked_to(tmp_path):
         assert found.total.isnan().tolist() == [False, masks, False, False]
         assert found.ended.tolist() == [True, False, True, True]
     assert found.with_truncation_penalty(0.5).nan_to_num(-9).tolist() == [1.0, -9, 3.0, 4.0]
-    assert credited(
-        table, GENERATIONS, config(tmp_path), Ranks()
-    ).with_truncation_penalty(0.5)[1] == 1.5
+    assert (
+        credited(table, GENERATIONS, config(tmp_path), Ranks()).with_truncation_penalty(0.5)[1]
+        == 1.5
+    )
 
 
 def test_an_evaluation_batch_is_one_micro_batch(tmp_path):
