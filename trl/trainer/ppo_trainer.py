@@ -102,7 +102,8 @@ class PPOTrainer(OnlineTrainer):
 
     def shape_rewards(self, table: RewardTable, batch: Rollout) -> Tensor:
         """Subtract the penalty of completions that were cut off: (N,)."""
-        rewards, store = table.with_truncation_penalty(self.args.missing_eos_penalty), self.metrics[batch.mode]
+        rewards = table.with_truncation_penalty(self.args.missing_eos_penalty)
+        store = self.metrics[batch.mode]
         if batch.mode == "train":
             self._episodes += len(rewards)
             store.maximum("episode", self._episodes)
