@@ -3,6 +3,35 @@
 import difflib
 from collections.abc import Iterable
 
+# Names that people know from other programs or earlier releases, with what they are called here:
+# the first one that the object in question has.
+COMMON_MISTAKES: dict[str, tuple[str, ...]] = {
+    "batch_size": ("per_device_train_batch_size",),
+    "dataset": ("dataset_name", "train_dataset"),
+    "epochs": ("num_train_epochs",),
+    "eval_batch_size": ("per_device_eval_batch_size",),
+    "group_by_length": ("train_sampling_strategy",),
+    "lr": ("learning_rate",),
+    "max_seq_length": ("max_length",),
+    "model": ("model_name_or_path",),
+    "model_name": ("model_name_or_path",),
+    "model_path": ("model_name_or_path",),
+    "num_epochs": ("num_train_epochs",),
+    "scheduler": ("lr_scheduler_type",),
+    "steps": ("max_steps",),
+    "tokenizer": ("processing_class", "tokenizer_name_or_path"),
+    "train_batch_size": ("per_device_train_batch_size",),
+    "use_liger": ("use_liger_kernel",),
+    "use_lora": ("use_peft",),
+    "warmup": ("warmup_steps",),
+}
+
+
+def commonly_meant(name: str, legal_names: Iterable[str]) -> str | None:
+    """Return the legal name that is meant by a common mistake, or None if `name` is none."""
+    legal = set(legal_names)
+    return next((meant for meant in COMMON_MISTAKES.get(name, ()) if meant in legal), None)
+
 
 def did_you_mean(
     name: str, legal_names: Iterable[str], otherwise: str = "", cutoff: float = 0.6

@@ -218,3 +218,28 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, by_name):
     path.write_bytes(b'{"a": "\xe9"}\n')
     with pytest.raises(ValueError, match=r"datasets: .*line 1 of a.jsonl is not UTF-8"):
         get_dataset(DatasetMixtureConfig([one]))
+
+
+@pytest.mark.parametrize(
+    ("entry", "error"),
+    [
+        (
+            "a.jsonl",
+            r"\[0\]: 'a.jsonl' must be a mapping, such as {path: DATA.jsonl}; fields",
+        ),
+        (
+            {"path": "a.jsonl", "columns": 3},
+            r"\[0\]: columns must be a list of names, or a mapping",
+        ),
+    ],
+)
+def test_entries_that_are_no_datasets(entry, error):
+    with pytest.raises(ValueError, match=error):
+        DatasetMixtureConfig(datasets=[entry])
+
+
+def test_the_file_nearest_to_one_that_does_not_exist(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
+    with pytest.raises(ValueError, match="rws.jsonl: there is no such file. The nearest is rows."):
+        get_dataset(DatasetMixtureConfig(datasets=[{"path": "rws.jsonl"}]))

@@ -101,13 +101,14 @@ def test_addresses_of_this_machine_alone(host, expected):
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
 @pytest.mark.parametrize("given", ["", "mine"])
-def test_other_machines_need_a_secret(monkeypatch, capsys, host, given):
+def test_other_machines_need_a_secret(tmp_path, monkeypatch, capsys, host, given):
     """It goes by the environment, never by words that others see in the list of processes."""
     became = []
     monkeypatch.setattr(vllm_serve.os, "execve", lambda *words: became.append(words))
     monkeypatch.setattr(vllm_serve, "is_available", lambda name: True)
     monkeypatch.setenv("TRL_VLLM_TOKEN", given)
-    vllm_serve.main(["--model", "a", "--host", host])
+    (tmp_path / "config.json").write_text("{}")
+    vllm_serve.main(["--model", str(tmp_path), "--host", host])
     ((_, words, environment),) = became
     secret, printed = environment["TRL_VLLM_TOKEN"], capsys.readouterr().out
     if given or host == "127.0.0.1":
@@ -136,3 +137,37 @@ def test_a_missing_package_is_named(capsys):
     with pytest.raises(SystemExit):
         vllm_serve.main(["--model", "a"])
     assert "trl vllm-serve needs the package `vllm`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (
+            ["--model", "absent"],
+            "The model 'absent': there is no such folder, and HF_HUB_OFFLINE",
+        ),
+        (["--model", "./absent"], "The model './absent': there is no such folder."),
+        (["--model", ".", "--port", "0"], "--port 0 must be above 0 and at most 65535."),
+        (["--model", ".", "--tensor_parallel_size", "0"], "--tensor_parallel_size 0 must be at "),
+        (
+            ["--model", ".", "--data_parallel_size", "-1"],
+            "--data_parallel_size -1 must be",
+        ),
+        (
+            ["--model", ".", "--gpu_memory_utilization", "5"],
+            "--gpu_memory_utilization 5.0 mus",
+        ),
+        (["--model", ".", "--gpu_memory_utilization", "all"], "invalid float value: 'all'"),
+        (["--model", "."], "The model folder '.' has no config.json."),
+    ],
+)
+def test_what_vllm_would_end_in_a_trace_for(tmp_path, monkeypatch, capsys, words, error):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(vllm_serve, "is_available", lambda package: True)
+    monkeypatch.setattr("os.execve", lambda *words: pytest.fail("the server was started"))
+    with pytest.raises(SystemExit) as end:
+        vllm_serve.main(words)
+    assert end.value.code == 2
+    assert error in capsys.readouterr().err

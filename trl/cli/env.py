@@ -6,12 +6,14 @@ from pathlib import Path
 
 from ..imports import version_of
 from ..redaction import redact
+from .parser import OneLineParser
 
 OPTIONAL = ("bitsandbytes", "DeepSpeed", "Liger-Kernel", "PEFT", "vLLM")
 
 
 def main(words: list[str] | None = None) -> None:
     """Print the report."""
+    OneLineParser(prog="trl env", description="Print versions for a bug report.").parse_args(words)
     print("\nCopy-paste the following into a bug report:\n")
     for name, value in report().items():
         print(f"- {name}: {value}")

@@ -21,7 +21,7 @@ from datasets import (
 
 from ..data.supervised import SOURCE_COLUMN
 from ..number_format import pluralize
-from .data_files import check_encoding, naming_files
+from .data_files import KINDS, check_encoding, naming_files
 from .files import is_saved, load_dataset_source
 from .values import ConversionError, convert
 
@@ -96,16 +96,30 @@ def _check_shares(shares: list[float], count: int) -> None:
 def _entry(place: int, entry: Any) -> DatasetConfig:
     if not isinstance(entry, DatasetConfig):
         legal = [f.name for f in dataclasses.fields(DatasetConfig)]
+        if not isinstance(entry, dict):
+            raise ValueError(
+                f"datasets[{place}]: {entry!r:.80} must be a mapping, such as "
+                f"{{path: DATA.jsonl}}; fields are {', '.join(legal)}."
+            )
         unknown = sorted(set(entry) - set(legal))
         if unknown or "path" not in entry:
             problem = f"unknown field {unknown[0]!r}" if unknown else "no path"
             raise ValueError(f"datasets[{place}]: {problem}; fields are {', '.join(legal)}.")
         entry = DatasetConfig(**_with_numbers(place, entry))
+    _check_values(place, entry)
+    return entry
+
+
+def _check_values(place: int, entry: DatasetConfig) -> None:
     for name, least in (("weight", 0), ("limit", 1)):
         value = getattr(entry, name)
         if value is not None and (value < least or value == 0):
             raise ValueError(f"datasets[{place}]: {name} must be above 0, not {value}.")
-    return entry
+    if not isinstance(entry.columns, list | dict | None):
+        raise ValueError(
+            f"datasets[{place}]: columns must be a list of names, or a mapping of new columns to "
+            f"texts such as '{{question}}', not {entry.columns!r:.80}."
+        )
 
 
 def _with_numbers(place: int, entry: dict[str, Any]) -> dict[str, Any]:
@@ -163,7 +177,8 @@ def hold_out(dataset: Any, share: float) -> DatasetDict:
 
 def _load(entry: DatasetConfig, streaming: bool) -> Any:
     path = Path(entry.path).expanduser()
-    if path.is_file() or is_saved(path):
+    # A name with the ending of a file is none of the hub, so that its absence is told at once.
+    if path.is_file() or is_saved(path) or path.suffix in KINDS:
         splits = load_dataset_source(entry.path, entry.name, streaming, "datasets: path")
         if entry.split not in splits:
             raise ValueError(

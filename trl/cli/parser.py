@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 import yaml
 
+from ..suggestions import commonly_meant
 from .options import Option, option_actions, option_groups, options_of
 from .values import ConversionError, convert, is_flag, is_sequence, read_config
 
@@ -215,6 +216,9 @@ class TrlParser(OneLineParser):
 
     def _with_hint(self, name: str, legal: list[str], dashes: str) -> str:
         close = difflib.get_close_matches(name, legal, n=3, cutoff=0.6)
+        meant = commonly_meant(name, legal)
+        if meant is not None:
+            close = [meant, *(other for other in close if other != meant)][:3]
         hints = [f"closest: {', '.join(dashes + other for other in close)}"] if close else []
         if self._commands_with is not None:
             commands = self._commands_with(name)
@@ -269,7 +273,9 @@ class TrlParser(OneLineParser):
         try:
             found = convert(value, option.annotation)
         except ConversionError as error:
-            raise ConversionError(f"--{option.name}: {error}.") from None
+            has_commas = is_sequence(option.annotation) and "," in str(value)
+            hint = " Separate values by spaces." if has_commas and len(value) == 1 else ""
+            raise ConversionError(f"--{option.name}: {error}.{hint}") from None
         for item in found if isinstance(found, list) else [found]:
             if option.choices and item is not None and item not in option.choices:
                 legal = ", ".join(map(str, option.choices))

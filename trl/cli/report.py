@@ -47,8 +47,11 @@ def _write(folders: list[Path], options: argparse.Namespace) -> list[dict[str, i
     text = page([read_run(folder, options.most) for folder in folders])
     output = Path(options.output or _default_output(folders))
     whole = output.with_suffix(".part")  # a browser never reads half of it
-    whole.write_text(text, encoding="utf-8")
-    whole.replace(output)
+    try:
+        whole.write_text(text, encoding="utf-8")
+        whole.replace(output)
+    except OSError as error:
+        raise ValueError(f"{output} cannot be written: {error.strerror}; see --output.") from None
     print(f"{output}: {format_bytes(len(text.encode()))}", flush=True)
     return found
 

@@ -131,6 +131,11 @@ def load_data(script: ScriptArguments, mixture: DatasetMixtureConfig) -> Any:
     if not script.dataset_name:
         raise ValueError("--dataset_name is required (or `datasets` in the configuration file).")
     name, config = script.dataset_name, script.dataset_config
+    if config is not None and Path(name).expanduser().exists():
+        raise ValueError(
+            f"--dataset_config {config}: {name} is a local path, and only datasets of the hub have "
+            "configurations. Leave it out."
+        )
     dataset = load_dataset_source(name, config, script.dataset_streaming)
     if mixture.test_split_size is None:
         return dataset

@@ -197,9 +197,14 @@ def read_config(path: str) -> dict[str, Any]:
 
     It must be a mapping without a key that is given twice: a ValueError otherwise.
     """
+    if Path(path).is_dir():
+        raise IsADirectoryError(f"--config {path}: this is a folder; give a file in it.")
     if not Path(path).is_file():
         raise FileNotFoundError(f"--config {path}: there is no such file.")
-    text = Path(path).read_text(encoding="utf-8")
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--config {path}: this is no text in UTF-8 ({error}).") from None
     try:
         config = yaml.load(text, _Loader) or {}
     except yaml.YAMLError as error:

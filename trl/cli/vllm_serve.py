@@ -7,6 +7,7 @@ import secrets
 import sys
 
 from ..imports import is_available, require, version_of
+from ..sources import check_model_name, is_cached, raise_if_missing
 from .parser import OneLineParser
 
 WORKER = "trl.generation.vllm.server.worker.WeightWorker"
@@ -50,7 +51,8 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", required=True, help="Hub id or folder of the model that is trained.")
     for name, (text, default) in PASSED.items():
-        add(f"--{name}", help=text, default=default, type=type(default) if default else str)
+        kind = float if name == "gpu_memory_utilization" else type(default or "")
+        add(f"--{name}", help=text, default=default, type=kind)
     add(
         "--enable_prefix_caching",
         action=argparse.BooleanOptionalAction,
@@ -70,6 +72,13 @@ def main(words: list[str] | None = None) -> None:
             require("vllm", "trl vllm-serve")
     except ImportError as error:
         parser.error(str(error))
+    try:
+        check_ranges(known)
+        check_model_name(known.model, known.revision)
+        if not is_cached(known.model, known.revision):
+            raise_if_missing(known.model)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
     on_cpu = is_cpu_build()
     environment = os.environ | variables(on_cpu)
     if not environment.get(SECRET) and not is_loopback(known.host):
@@ -81,6 +90,19 @@ def main(words: list[str] | None = None) -> None:
         )
     words = command(known, rest, on_cpu)
     os.execve(words[0], words, environment)
+
+
+def check_ranges(options: argparse.Namespace) -> None:
+    """Refuse numbers at which vLLM would end in a trace, with a ValueError."""
+    for name in ("tensor_parallel_size", "data_parallel_size"):
+        value = getattr(options, name)
+        if value < 1:
+            raise ValueError(f"--{name} {value} must be at least 1.")
+    if not 0 < options.port < 2**16:
+        raise ValueError(f"--port {options.port} must be above 0 and at most 65535.")
+    share = options.gpu_memory_utilization
+    if share is not None and not 0 < share <= 1:
+        raise ValueError(f"--gpu_memory_utilization {share} must be above 0 and at most 1.")
 
 
 def is_loopback(host: str) -> bool:

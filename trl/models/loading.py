@@ -76,10 +76,34 @@ def load_policy(
         if not kwargs.get("ignore_mismatched_sizes"):
             check_one_label(name, config)
         kind, kwargs["num_labels"] = AutoModelForSequenceClassification, 1
-    model, report = kind.from_pretrained(name, output_loading_info=True, **kwargs)
+    model, report = _from_pretrained(kind, name, kwargs)
     if not gives_rewards:
         _refuse_random_head(name, model, report["missing_keys"])
     return model
+
+
+def _from_pretrained(
+    kind: Any, name: str, kwargs: dict[str, Any]
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Load a model of a class, and the report on its weights; errors name the model."""
+    try:
+        loaded: tuple[PreTrainedModel, dict[str, Any]] = kind.from_pretrained(
+            name, output_loading_info=True, **kwargs
+        )
+    except RuntimeError as error:
+        if "ignore_mismatched_sizes" not in str(error):
+            raise
+        raise ValueError(
+            f"The weights of {name!r} have other shapes than its config.json says; the report "
+            "above names them. Use the config.json that was saved with them."
+        ) from error
+    except TypeError as error:
+        if "unexpected keyword argument" not in str(error):
+            raise
+        raise TypeError(
+            f"The model {name!r} does not take all of its model_init_kwargs: {error}."
+        ) from error
+    return loaded
 
 
 def check_one_label(name: str, config: PretrainedConfig, kinds: Iterable[str] = ()) -> None:

@@ -7,6 +7,7 @@ from transformers import TrainingArguments
 
 from trl.imports import is_available
 from trl.trainer.base.base_config import BaseConfig, ReferenceOptions, _layers_only
+from trl.trainer.base.options import EARLIER_ARGUMENTS
 from trl.trainer.dpo_config import DPOConfig
 from trl.trainer.online.online_config import OnlineConfig
 from trl.trainer.rloo_config import RLOOConfig
@@ -24,7 +25,7 @@ def test_defaults():
     assert config.bf16 is True
     assert config.trust_remote_code is False
     assert config.model_init_kwargs is None
-    assert config.legacy_options == {}
+    assert config.legacy_options == EARLIER_ARGUMENTS
 
 
 @pytest.mark.parametrize(
@@ -44,6 +45,7 @@ def test_bf16_without_a_fitting_gpu(monkeypatch):
         if supported:
             # transformers itself refuses bf16 where no GPU supports it.
             monkeypatch.setattr(TrainingArguments, "__post_init__", lambda self: None)
+            monkeypatch.setattr(TrainingArguments, "world_size", 1)  # which that would find out
         assert make(use_cpu=False, report_to=[]).bf16 is supported
 
 

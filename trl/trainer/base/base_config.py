@@ -1,11 +1,15 @@
 """Options that trainers of every kind share, in groups that their configurations inherit."""
 
+import inspect
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from accelerate import ParallelismConfig
 from transformers import TrainingArguments
 from transformers.integrations import integration_utils as trackers
+from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
+from transformers.trainer_utils import SchedulerType
 from transformers.utils import is_torch_bf16_gpu_available
 
 from ...imports import require
@@ -134,6 +138,7 @@ class BaseConfig(Named, LoopOptions, PolicyOptions, MemoryOptions, TrainingArgum
         check_best_model_options(self)
         super().__post_init__()
         check_not_alone(self.world_size)
+        self._check_scheduler_arguments()
         self._check_packages()
         for problem, is_there in self._problems().items():
             if is_there:
@@ -209,9 +214,26 @@ class BaseConfig(Named, LoopOptions, PolicyOptions, MemoryOptions, TrainingArgum
                 f"{name}={x!r} cannot be used: {self.without_meaning[name]}. Leave it out": x
                 for name, x in given.items()
             },
+            "learning_rate=inf must be finite": math.isinf(self.learning_rate),
             f"cp_size={self.ranks_per_row} (or sp_size): context parallelism is for trainers that "
             "learn from the rows of a dataset: SFT, DPO, KTO, reward models. Leave it out": divides,
         }
+
+    def _check_scheduler_arguments(self) -> None:
+        """Refuse arguments that the schedule does not have, before the model is loaded."""
+        arguments: Any = self.lr_scheduler_kwargs or {}
+        schedule = TYPE_TO_SCHEDULER_FUNCTION.get(SchedulerType(self.lr_scheduler_type))
+        parameters = {} if schedule is None else inspect.signature(schedule).parameters
+        if schedule is None or any(x.kind is x.VAR_KEYWORD for x in parameters.values()):
+            return
+        for name in arguments:
+            if name not in parameters:
+                hint = did_you_mean(name, parameters)
+                kind = SchedulerType(self.lr_scheduler_type).value
+                raise ValueError(
+                    f"lr_scheduler_kwargs[{name!r}]: lr_scheduler_type={kind!r} has no such "
+                    f"argument.{hint}"
+                )
 
     def _check_packages(self) -> None:
         """Refuse missing packages now; otherwise the model would be loaded first."""

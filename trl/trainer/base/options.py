@@ -17,13 +17,11 @@ from types import MethodType, UnionType
 from typing import Any, ClassVar
 
 from ...options import COMPARISONS
-from ...suggestions import did_you_mean
+from ...suggestions import commonly_meant, did_you_mean
 
 WORDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 KINDS = {int: "an integer", float: "a number", bool: "True or False"}
 KINDS |= {str: "text", list: "a list"}
-MEANT = {"tokenizer": "processing_class", "max_seq_length": "max_length"}
-MEANT |= {"group_by_length": "train_sampling_strategy", "use_liger": "use_liger_kernel"}
 Values = Mapping[str, Any]
 MAPPING = "a dictionary, or a JSON object such as '{\"a\": 1}'"
 
@@ -154,8 +152,8 @@ class _Construction(ABCMeta):  # a subclass may have abstract classes as bases, 
             name = found[1] if found else ""
             if name in known or name not in kwargs:
                 raise
-            meant = MEANT.get(name)
-            hint = f" Did you mean {meant}?" if meant in known else did_you_mean(name, known)
+            meant = commonly_meant(name, known)
+            hint = f" Did you mean {meant}?" if meant else did_you_mean(name, known)
             raise TypeError(f"{cls.__name__} has no argument {name!r}.{hint}") from error
         return made
 
