@@ -45,6 +45,7 @@ class BaseTrainer(Named, OverrideCheck, BestMetricCheck, CheckpointedTrainer):
 
     method: ClassVar[Method]
     algorithm: Algorithm[Any]
+    _moving_reference: MovingReference | None = None
     _prefix = ""  # of the metrics of the evaluation that is running
 
     def __init__(self, policy: Policy, args: BaseConfig, **options: Any):
@@ -241,6 +242,17 @@ class BaseTrainer(Named, OverrideCheck, BestMetricCheck, CheckpointedTrainer):
     def floating_point_ops(self, inputs: Any) -> int:
         """Estimate those of the latest micro-batch; see `MicroBatchRunner.run`."""
         return self.runner.operations
+
+    def read_checkpoint(self, folder: str) -> None:
+        """Continue with the weights of a reference that moves."""
+        if self._moving_reference is not None:
+            self._moving_reference.read(folder, self.ranks)
+
+    def write_checkpoint(self, folder: str) -> None:
+        """Write the weights of a reference that moves."""
+        if self._moving_reference is not None:
+            on_each_node = self.args.save_on_each_node
+            self._moving_reference.write(folder, self.args.should_save, on_each_node)
 
     def drop_update(self) -> None:
         """Drop the micro-batches of an update that was not finished."""

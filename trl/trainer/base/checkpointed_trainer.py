@@ -15,7 +15,6 @@ from ...models.weights import check_sharding
 from ...online.metrics import MetricStore
 from ...sources import check_upload
 from ...types import Mode
-from ..callbacks import MovingReference
 from ..model_card import Method, render_model_card
 from . import resuming
 from .base_config import BaseConfig
@@ -31,7 +30,6 @@ class CheckpointedTrainer(Trainer):
     _is_saving = False  # a checkpoint
     _chosen: str | None = None  # the checkpoint that was found intact
     _saved: tuple[str, dict[str, Any] | None] | None = None  # the one resumed from, and its state
-    _moving_reference: MovingReference | None = None
 
     def __init__(self, policy: Policy, args: BaseConfig, **options: Any):
         options |= {"model": policy.model, "processing_class": policy.tokenizer}
@@ -59,6 +57,12 @@ class CheckpointedTrainer(Trainer):
         self._tr_loss += loss.to(self.args.device)
         # The average that `train` returns is over the steps of its own call.
         self._total_loss_scalar -= float(self.ranks.sum(self._tr_loss)) / self.ranks.count
+
+    def read_checkpoint(self, folder: str) -> None:
+        """Continue from what `write_checkpoint` has written into a folder; all ranks call this."""
+
+    def write_checkpoint(self, folder: str) -> None:
+        """Write what a resumed run needs besides weights and states; all ranks call this."""
 
     def drop_update(self) -> None:
         """Drop what an update that was not finished has left."""
@@ -94,8 +98,7 @@ class CheckpointedTrainer(Trainer):
             return
         (checkpoint, state), self._saved = self._saved, None
         self.rank_state.restore(state or {})
-        if self._moving_reference is not None:
-            self._moving_reference.read(checkpoint, self.ranks)
+        self.read_checkpoint(checkpoint)
         if self.is_world_process_zero():
             where = f"step {self.state.global_step} of {self.state.max_steps}"
             print(f"resumed from {checkpoint}: {where}, epoch {self.state.epoch:.2f}", flush=True)
@@ -103,9 +106,7 @@ class CheckpointedTrainer(Trainer):
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
         self.rank_state.write(output_dir, self.batch_layout(), self.place)
-        if self._moving_reference is not None:
-            on_each_node = self.args.save_on_each_node
-            self._moving_reference.write(output_dir, self.args.should_save, on_each_node)
+        self.write_checkpoint(output_dir)
 
     def find_checkpoint(self, wanted: Any = True) -> str | None:
         """Return the folder of the checkpoint `wanted`, as in `train`; all processes call this."""

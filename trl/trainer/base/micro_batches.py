@@ -92,7 +92,7 @@ class MicroBatchRunner:
         for batch in micro_batches:
             recorded = self._metrics.state()
             loss = torch.zeros_like(loss)
-            cuts = self._cuts(batch)
+            cuts = self._cuts(batch, self._size.size)
             with several_passes() as waiting:
                 for units in cuts:
                     waiting.is_last = units is cuts[-1]
@@ -108,13 +108,13 @@ class MicroBatchRunner:
         return loss
 
     def chunks(self, batch: Any) -> list[Any]:
-        """Cut rows into what is computed at once, with gradient or without."""
+        """Cut a batch into what `max_tokens_per_piece` allows at once, with gradient or without."""
         return [batch.select_units(units) for units in self._cuts(batch)]
 
-    def _cuts(self, batch: Any) -> list[range]:
-        """The units of each chunk, which memory and `max_tokens_per_piece` allow."""
+    def _cuts(self, batch: Any, max_units: int | None = None) -> list[range]:
+        """The units of each chunk: at most so many, with at most `max_tokens_per_piece` tokens."""
         tokens = batch.tokens_per_unit()
-        size = self._size.size or len(tokens)
+        size = max_units or max(len(tokens), 1)
         cuts = []
         for first in range(0, len(tokens), size):
             part = tokens[first : first + size]
