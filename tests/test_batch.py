@@ -78,7 +78,9 @@ def test_fillers_count_in_no_total():
     (batch,) = with_totals([Batch.of([real, filler])], Ranks())
     totals = batch.totals
     assert (totals.tokens, totals.rows, totals.groups, totals.first_tokens) == (3, 2, 1, 2)
-    assert totals.all_rows == 4
+    assert totals.all_rows == totals.all_units == 4
+    (batch,) = with_totals([Batch.of([real, filler], keeps_groups=True)], Ranks())
+    assert batch.totals.all_units == 2
     assert batch.exists.tolist() == [[True, True], [False, False]]
     assert batch.row_mask.tolist() == [True, True, False, False]
 

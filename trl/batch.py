@@ -84,6 +84,7 @@ class Totals:
     tokens: Tensor  # in the loss
     rows: Tensor  # with a token in the loss
     all_rows: Tensor  # also those without, and fillers
+    all_units: Tensor  # of `Batch.units`, fillers too
     groups: Tensor  # without fillers
     first_tokens: Tensor  # in the loss, of the first branch of each group
     pairs: Tensor  # of a better and a worse branch of one group
@@ -98,7 +99,8 @@ class Totals:
         return cls(
             tokens=tokens,
             rows=batch.loss_mask.any(1).sum(),
-            all_rows=torch.as_tensor(len(batch), device=tokens.device),
+            all_rows=torch.tensor(len(batch), device=tokens.device),
+            all_units=torch.tensor(len(batch.units), device=tokens.device),
             groups=batch.group_mask.sum(),
             first_tokens=batch.loss_mask[batch.branch_rows(0)].sum(),
             pairs=pairs,
@@ -383,10 +385,3 @@ def with_totals(batches: Sequence[Batch], ranks: Ranks, share: float = 1.0) -> l
         replace(batch, step_totals=replace(step, micro_batch_tokens=count.tokens * times))
         for batch, count in zip(batches, counts, strict=True)
     ]
-
-
-def step_totals(batch: Batch) -> Totals:
-    """The totals of the optimizer step that a batch is a part of."""
-    if batch.totals is None:
-        raise ValueError("The batch is in no optimizer step yet, so its loss has no denominators.")
-    return batch.totals

@@ -94,4 +94,4 @@ class KTO(PreferenceAlgorithm):
         counts = torch.stack([sides["chosen"].sum(), sides["rejected"].sum()])
         metrics.mean("rewards/margins", torch.stack([chosen, -rejected]), counts)
         if scores.entropies is not None:
-            record_entropy(metrics, scores.entropies.detach(), batch.loss_mask)
+            record_entropy(metrics, scores.entropies.detach(), batch.loss_mask & mask[:, None])

@@ -15,7 +15,7 @@ from transformers.training_args import OptimizerNames
 from transformers.utils import logging
 
 from ...algorithms.base import Algorithm, LossTerms
-from ...batch import Batch, Step, step_totals
+from ...batch import Batch, Step
 from ...models.reference import FrozenCopy, ReferencePolicy, make_reference
 from ...models.scorer import Scorer
 from ...online.guard import FiniteGuard
@@ -192,8 +192,8 @@ class BaseTrainer(Named, OverrideCheck, BestMetricCheck, CheckpointedTrainer):
         aux_loss = getattr(scores, "aux_loss", None)
         if aux_loss is not None:
             # A mean over what one forward pass routes, not a sum over rows.
-            rows = self.router_coefficient * aux_loss * len(batch)
-            terms["aux_loss"] = rows, step_totals(batch).all_rows
+            weighted = self.router_coefficient * aux_loss * len(batch.units)
+            terms["aux_loss"] = weighted, batch.totals.all_units
             self.metrics[batch.mode].value("aux_loss", aux_loss)
         self.record_loss(terms, batch.mode)
         shares = [term_sum / total.clamp(min=1) for term_sum, total in terms.values()]
