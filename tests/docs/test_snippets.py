@@ -159,6 +159,16 @@ def test_times_of_the_readme_are_those_of_the_benchmarks():
 
 
 @pytest.mark.slow
+def test_the_plan_of_the_recipe_is_what_the_command_prints():
+    page = ROOT / "docs" / "recipe.md"
+    (plan,) = (b.text for b in run_blocks(page, "text") if b.text.startswith("Model: "))
+    config = ROOT / "examples" / "cli_configs" / "rloo_math_1_gpu.yaml"
+    done = run_trl_forked(["rloo", "--config", str(config), "--plan"], ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert [line.rstrip() for line in done.stdout.strip().splitlines()] == plan.splitlines()
+
+
+@pytest.mark.slow
 def test_the_script_makes_what_the_pages_use(tmp_path):
     """Other tests here run pages on files of `write_inputs`; readers have those of the script."""
     page = ROOT / "docs" / "quickstart.md"
