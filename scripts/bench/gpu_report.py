@@ -174,13 +174,14 @@ def shortage_section(rows: Rows) -> str:
             for key in ("failures", "pieces")
         )
         lines.append([*peaks, *counted, f"{run['difference']:.1e}"])
-    headers = ["peak without a limit, MB", "limit, MB", "peak under it", "peak, small pieces"]
+    headers = ["peak without a limit, MB", "limit, MB", "peak under it", "peak, fewer rows"]
     headers += ["out of memory, times", "rows at the end", "difference"]
     text = """## Running out of memory
 
-The same training in three processes: without a limit, under one, and without one but with the
-pieces that the second ended with. The difference is the largest one of the weights of the last two,
-over the largest change of a weight. Limits and peaks are above what is held before training.
+The same training in three processes: without a limit, with a limit, and without a limit but with
+the numbers of rows that the second one ended with. The last column is the largest difference
+between the weights of the last two, divided by the largest change of a weight. Limits and peaks are
+above what is held before training.
 
 """
     return f"{text}{markdown(headers, lines)}\n" if lines else ""

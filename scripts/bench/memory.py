@@ -74,7 +74,7 @@ SETTINGS = {
     "shared": Setting("+ shared prompt", options=json.dumps(SHARED)),
     "reuse": Setting("+ no second pass", options=json.dumps(REUSE)),
     "all": Setting("+ bounded generation: all on", options=json.dumps(ALL)),
-    "lean": Setting("+ the smallest pieces", options=json.dumps(LEAN)),
+    "lean": Setting("+ the smallest sizes", options=json.dumps(LEAN)),
     "default": Setting("this project, defaults"),
 }
 PEERS = ("old", "old-full", "first", "now", "now-gpu")
@@ -111,7 +111,7 @@ def shape_cells() -> Iterator[Cell]:
 
 
 def best_cells() -> Iterator[Cell]:
-    """The settings that hold least: one completion in each micro-batch, the smallest pieces."""
+    """The settings that hold least: one completion in each micro-batch, the smallest sizes."""
     for prompt, completion in sorted(SHAPES):
         for count in BEST_COUNTS:
             sizes = {"prompt": prompt, "completion": completion, "completions": count}

@@ -55,7 +55,7 @@ SMOL |= {"num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 16_38
 
 
 def make_trainer(method: str, sizes: tuple[int, int], rows: int, shape: dict[str, int]) -> Any:
-    """A trainer on random characters; a micro-batch of "METHOD, whole" is not cut into pieces."""
+    """A trainer on random characters; a micro-batch of "METHOD, whole" is not split into chunks."""
     import transformers
     from datasets import Dataset
 
