@@ -21,7 +21,7 @@ import json
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from trl.cli.launch import launch_options, split
+from trl.cli.launch import launch_options, split_arguments
 from trl.cli.memory_plan import make_parser, plan_of
 from trl.memory.estimate import Estimate
 from trl.memory.model_size import FLOAT32, ModelSize
@@ -304,8 +304,9 @@ def planned(words: list[str], machine: Machine) -> tuple[Plan, StepTime]:
     method = argparse.ArgumentParser(add_help=False)
     method.add_argument("--method", default="rloo")
     parser = make_parser(method.parse_known_args(words)[0].method)
-    script, launcher = split(parser, words)
-    values, launched = parser.read(script)[0], launch_options(launcher)
+    arguments = split_arguments(parser, words)
+    values = parser.read(arguments.script_argv).values
+    launched = launch_options(arguments.launcher_argv)
     found = plan_of(parser, values, launched)
     machine = machine.replace(gpus=max(1, launched["num_processes"] // launched["num_machines"]))
     is_divided = str(values.get("use_vllm", False)).lower() == "true"

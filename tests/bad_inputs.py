@@ -221,7 +221,7 @@ WORDS = [
     ("sft " + NEEDED + "--batch_size 4", "trl sft: error: unknown option --batch_size (closest: --per_device_train_batch_size, "),
     ("rloo " + REWARD + "--reward_weights 1,2", "trl rloo: error: --reward_weights: '1,2' is not a number. Separate values by spaces."),
     ("rloo " + REWARD + "--config empty", "trl rloo: error: --config empty: this is a folder; give a file in it."),
-    ("rloo " + REWARD + "--config latin.jsonl", "trl rloo: error: --config latin.jsonl: this is no text in UTF-8 ('utf-8' codec can't decode byte 0xe9"),
+    ("rloo " + REWARD + "--config latin.jsonl", "trl rloo: error: --config latin.jsonl: this is not text in UTF-8 ('utf-8' codec can't decode byte 0xe9"),
     ("rloo " + REWARD + "--learning_rate nan", "trl rloo: error: --learning_rate: NaN is not allowed. `trl rloo --help` has an example."),
     ("rloo " + REWARD + "--log_completions maybe", "trl rloo: error: --log_completions: 'maybe' is neither true nor false. `trl rloo --help` has an example."),
     ("rloo " + REWARD + "--learning_rate", "trl rloo: error: --learning_rate: expected one argument"),

@@ -278,7 +278,7 @@ def test_hints_can_be_pasted_into_a_command(name, options, expected):
         if option in hints and option in parser.names and literal != repr(options.get(option)):
             words = as_command_line(f"{option}={literal}", parser.names)
             assert words in shown
-            values, _, _ = parser.read(shlex.split(words))
+            values = parser.read(shlex.split(words)).values
             assert values == {option: ast.literal_eval(literal)}
 
 

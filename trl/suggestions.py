@@ -3,8 +3,8 @@
 import difflib
 from collections.abc import Iterable
 
-# Names that people know from other programs or earlier releases, with what they are called here:
-# the first one that the object in question has.
+# Names from other programs or earlier releases, with the names they may have here. The first legal
+# one is meant.
 COMMON_MISTAKES: dict[str, tuple[str, ...]] = {
     "batch_size": ("per_device_train_batch_size",),
     "dataset": ("dataset_name", "train_dataset"),
@@ -28,9 +28,12 @@ COMMON_MISTAKES: dict[str, tuple[str, ...]] = {
 
 
 def commonly_meant(name: str, legal_names: Iterable[str]) -> str | None:
-    """Return the legal name that is meant by a common mistake, or None if `name` is none."""
+    """Return the legal name that is meant by a common mistake; None if `name` is not one."""
     legal = set(legal_names)
-    return next((meant for meant in COMMON_MISTAKES.get(name, ()) if meant in legal), None)
+    for candidate in COMMON_MISTAKES.get(name, ()):
+        if candidate in legal:
+            return candidate
+    return None
 
 
 def did_you_mean(

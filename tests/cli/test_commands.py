@@ -11,7 +11,7 @@ NEEDED += "(or --reward_model_name_or_path) are required."
 
 def mistakes(*words):
     command = TRAINING["rloo"]
-    return command.mistakes(command.option_parser(), list(words))
+    return command.errors(command.option_parser(), list(words))
 
 
 def test_all_mistakes_are_found_at_once():
@@ -73,16 +73,16 @@ def test_help_of_a_preview_is_short(capsys, name, words, listed, left_out):
 def test_the_example_of_a_preview_is_legal(name):
     command = COMMANDS[name]
     words = command.example.split()
-    values, problems, others, rest = command.full_parser(words).collect(words)
-    assert (problems, others, rest) == ([], {}, [])
-    assert set(command.needed) <= set(values)
+    parsed = command.full_parser(words).read_with_errors(words)
+    assert (parsed.errors, parsed.unknown) == ([], [])
+    assert set(command.needed) <= set(parsed.values)
 
 
 @pytest.mark.parametrize("name", TRAINING)
 def test_the_example_has_no_mistakes(name):
     command = TRAINING[name]
     words = command.method.example.replace("\\\n", " ").split()
-    assert command.mistakes(command.option_parser(), words) == []
+    assert command.errors(command.option_parser(), words) == []
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS.keys() - TRAINING.keys()))

@@ -25,7 +25,7 @@ from trl.cli.exit import (
     check_output_dir,
     describe,
     one_line_errors,
-    tell_success,
+    print_success,
 )
 from trl.scripts import rloo
 from trl.trainer.base.run_lock import LOCK, Owner
@@ -180,7 +180,7 @@ def test_settings_that_changed_since_a_checkpoint_have_a_line_each(tmp_path, cap
 def test_success_says_where_the_model_is(tmp_path, capsys):
     trainer = make_trainer(tmp_path, max_steps=1)
     trainer.train()
-    tell_success(trainer)
+    print_success(trainer)
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == f"1 of 1 steps done; the model is in {tmp_path}."
 
@@ -266,13 +266,13 @@ def interrupt(start, code):
 
 
 def test_one_that_was_not_told_is_told(started, monkeypatch):
-    monkeypatch.setattr(exit, "ALONE", 0.01)
+    monkeypatch.setattr(exit, "TERMINAL_SECONDS", 0.01)
     assert interrupt(started, SLOW).communicate(timeout=60)[0] == b"told\n"
 
 
 def test_one_that_goes_on_is_killed(started, monkeypatch):
-    monkeypatch.setattr(exit, "ALONE", 0.01)
-    monkeypatch.setattr(exit, "GRACE", 0.01)
+    monkeypatch.setattr(exit, "TERMINAL_SECONDS", 0.01)
+    monkeypatch.setattr(exit, "GRACE_SECONDS", 0.01)
     process = interrupt(started, DEAF)
     assert process.wait(60) == -signal.SIGKILL
     assert process.stdout.read() == b""

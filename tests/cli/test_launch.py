@@ -33,8 +33,8 @@ def started(monkeypatch):
 
 
 def split(*words):
-    ours, theirs = launch.split(rloo.make_parser(), list(words))
-    return ours, launch._parsed(theirs)
+    arguments = launch.split_arguments(rloo.make_parser(), list(words))
+    return arguments.script_argv, launch._parse_launcher_argv(arguments.launcher_argv)
 
 
 def write(path, **values):
@@ -74,7 +74,8 @@ def test_all_cores_of_a_machine_without_gpus_are_used(monkeypatch):
 def test_a_configuration_of_the_user_is_left_to_accelerate(monkeypatch, tmp_path):
     path = write(tmp_path / "default.yaml", distributed_type="NO", num_processes=1)
     monkeypatch.setattr(launch, "default_config_file", path)
-    assert launch.split(rloo.make_parser(), ["--output_dir", "out"])[1] == []
+    arguments = launch.split_arguments(rloo.make_parser(), ["--output_dir", "out"])
+    assert arguments.launcher_argv == []
 
 
 def test_opposites_are_those_of_flags_alone():
@@ -368,7 +369,7 @@ def test_a_bad_number_of_threads_is_named(started, monkeypatch, capsys, threads)
     ],
 )
 def test_how_many_processes_will_start(words, count):
-    _, theirs = launch.split(rloo.make_parser(), ["--use_cpu", *words])
+    theirs = launch.split_arguments(rloo.make_parser(), ["--use_cpu", *words]).launcher_argv
     assert launch.launch_options(theirs)["num_processes"] == count
 
 
@@ -413,7 +414,7 @@ def test_a_plan_starts_nothing(started, tmp_path, capsys, in_file):
     ],
 )
 def test_what_the_launcher_was_told(words, expected):
-    _, theirs = launch.split(rloo.make_parser(), ["--use_cpu", *words])
+    theirs = launch.split_arguments(rloo.make_parser(), ["--use_cpu", *words]).launcher_argv
     found = launch.launch_options(theirs)
     assert {name: found[name] for name in expected} == expected
 

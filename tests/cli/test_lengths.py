@@ -9,7 +9,7 @@ from sft_runs import config, make_trainer
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 from workspace import write_inputs
 
-from trl.cli.lengths import draw, main, page, profile_rows
+from trl.cli.lengths import as_html, main, profile_rows, write_png
 from trl.data.lengths import profile_prompts
 from trl.memory.estimate import Estimate
 from trl.memory.model_size import model_size
@@ -104,7 +104,7 @@ def profile():
 
 
 def test_a_page_needs_nothing_else_and_counts_every_row(profile):
-    text = page(profile, "--max_length <9>")
+    text = as_html(profile, "--max_length <9>")
     assert "http" not in text and "<script" not in text and "--max_length &lt;9&gt;" in text
     chart = ElementTree.fromstring(text[text.index("<svg") : text.index("</svg>") + 6])
     bars = [bar[0].text for bar in chart.findall("rect")]
@@ -114,7 +114,7 @@ def test_a_page_needs_nothing_else_and_counts_every_row(profile):
 
 def test_a_picture(profile, tmp_path):
     pytest.importorskip("matplotlib")
-    draw(profile, str(tmp_path / "a.png"))
+    write_png(profile, str(tmp_path / "a.png"))
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 

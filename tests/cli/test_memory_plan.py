@@ -16,7 +16,7 @@ from workspace import write_inputs
 
 from trl.cli import memory_plan
 from trl.cli.arguments import ScriptArguments
-from trl.cli.launch import launch_options, split
+from trl.cli.launch import launch_options, split_arguments
 from trl.cli.memory_plan import ASSUMED_PROMPT, main, make_parser
 from trl.memory.estimate import Estimate
 from trl.memory.model_size import model_size
@@ -48,9 +48,10 @@ def words(folder, **changes):
 def planned(folder, method="rloo", processes=1, **changes):
     """The plan of a run, as the command makes it."""
     parser = make_parser(method)
-    built = memory_plan.build_options(parser, parser.read(words(folder, **changes))[0], processes)
-    _, script, training, model, _ = built
-    return memory_plan.make_plan(script, training, model)
+    built = memory_plan.build_options(
+        parser, parser.read(words(folder, **changes)).values, processes
+    )
+    return memory_plan.make_plan(built.script, built.training, built.model)
 
 
 def test_options_become_numbers(folder):
@@ -237,9 +238,11 @@ def test_examples_become_rows(folder, method, changes, fields):
     parser = make_parser(method)
     given = [str(word) for name, x in names.items() for word in (f"--{name}", x)]
     words = ["--model_name_or_path", str(folder / "tiny-model"), *given]
-    built = memory_plan.build_options(parser, parser.read(words)[0], 1)
+    built = memory_plan.build_options(parser, parser.read(words).values, 1)
     pairs = RunSettings(2, 32, 32, 16, generates=False, on_cpu=True)
-    assert memory_plan.make_plan(*built[1:4]).run == pairs.replace(**fields)
+    assert memory_plan.make_plan(built.script, built.training, built.model).run == pairs.replace(
+        **fields
+    )
 
 
 def test_the_plan_of_pairs_is_in_examples(folder, capsys):
@@ -302,8 +305,10 @@ def test_the_assumed_prompt_fits_the_context(folder, tmp_path, capsys):
 def divided(folder, *launcher, **changes):
     """The plan of a run under an engine, as the command makes it."""
     parser = make_parser("rloo")
-    script, rest = split(parser, [*words(folder, **changes), *launcher])
-    return memory_plan.plan_of(parser, parser.read(script)[0], launch_options(rest))
+    arguments = split_arguments(parser, [*words(folder, **changes), *launcher])
+    return memory_plan.plan_of(
+        parser, parser.read(arguments.script_argv).values, launch_options(arguments.launcher_argv)
+    )
 
 
 ZERO3 = ("--accelerate_config", "zero3", "--num_processes", "2")
@@ -326,8 +331,10 @@ def test_ranks_divide_the_tokens_of_rows(folder):
     parser = make_parser("sft")
     options = ["--model_name_or_path", str(folder / "tiny-model"), "--output_dir", "out"]
     options += ["--bf16", "false", "--use_cpu", "--max_length", "101"]
-    script, rest = split(parser, [*options, "--accelerate_config", "fsdp2_cp"])
-    plan = memory_plan.plan_of(parser, parser.read(script)[0], launch_options(rest))
+    arguments = split_arguments(parser, [*options, "--accelerate_config", "fsdp2_cp"])
+    plan = memory_plan.plan_of(
+        parser, parser.read(arguments.script_argv).values, launch_options(arguments.launcher_argv)
+    )
     assert plan.run.sharding == Sharding("fsdp2", 3, 8, per_row=2)
     shown = render(plan)
     assert "Micro-batch: 8 rows of up to 101 tokens, 400 tokens of each rank in one" in shown

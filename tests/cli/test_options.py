@@ -11,7 +11,7 @@ from transformers.training_args import OptimizerNames
 
 from trl.cli.commands import TRAINING
 from trl.cli.options import (
-    Computed,
+    UnknownValue,
     class_from_source,
     option_actions,
     option_groups,
@@ -44,7 +44,7 @@ def test_sources_agree_with_classes(command):
         for one, other in zip(options_of(real), options_of(read), strict=True):
             assert (one.help, one.owner.__name__) == (other.help, other.owner.__name__)
             assert one.is_foreign is other.is_foreign
-            if other.default is not Computed:
+            if other.default is not UnknownValue:
                 assert one.default == other.default
             if not one.is_foreign:
                 assert (one.choices, one.annotation) == (other.choices, other.annotation)
@@ -55,8 +55,8 @@ def test_sources_agree_with_classes(command):
 def test_the_values_of_an_enumeration_are_known():
     parser = TRAINING["rloo"].option_parser()
     name = next(iter(OptimizerNames)).value
-    assert parser.read(["--optim", name])[0]["optim"] == name
-    (problem,) = parser.collect(["--optim", "adamm"])[1]
+    assert parser.read(["--optim", name]).values["optim"] == name
+    (problem,) = parser.read_with_errors(["--optim", "adamm"]).errors
     assert problem.startswith("--optim: 'adamm' ") and name in problem
 
 
@@ -111,7 +111,7 @@ def test_each_option_is_listed_in_one_spelling():
     assert "--max_completion_length" in shown
     assert "--max-completion-length" not in shown
     assert "-h, --help" in shown
-    assert PARSER.read(["--max-completion-length", "3"])[0] == {"max_completion_length": 3}
+    assert PARSER.read(["--max-completion-length", "3"]).values == {"max_completion_length": 3}
 
 
 def test_the_usage_is_one_line_unless_another_is_given():

@@ -12,8 +12,8 @@ from transformers import HfArgumentParser
 
 import trl
 from trl.cli.commands import commands_with
-from trl.cli.parser import TrlParser, as_words, launch_option_names, option_name
-from trl.cli.values import members
+from trl.cli.parser import ParsedOptions, TrlParser, launch_option_names, option_name, to_argv
+from trl.cli.values import union_members
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.model_config import ModelConfig
 from trl.trainer.rloo_config import RLOOConfig
@@ -45,12 +45,12 @@ SAMPLES = {
 
 def sample(option, annotation):
     """Words for a listed name or the most specific type of an annotation, and their value."""
-    enums = [kind for kind in members(annotation) if isinstance(kind, type(Enum))]
+    enums = [kind for kind in union_members(annotation) if isinstance(kind, type(Enum))]
     names = [member.value for kind in enums for member in kind]
     names += option.metadata.get("choices", ())
     if names:
         return str, names[-1:], names[-1]
-    kinds = [dict if typing.get_origin(m) is dict else m for m in members(annotation)]
+    kinds = [dict if typing.get_origin(m) is dict else m for m in union_members(annotation)]
     return next(((kind, *SAMPLES[kind]) for kind in SAMPLES if kind in kinds), None)
 
 
@@ -82,9 +82,11 @@ def test_every_option_is_read_with_its_type(config_class):
             continue
         kind, words, expected = known
         for spelling in {option.name, option.name.replace("_", "-")}:
-            values, file, line = parser.read([f"--{spelling}", *words])
-            assert (values, file, line) == ({option.name: expected}, {}, []), option.name
-            assert type(values[option.name]) is (typing.get_origin(kind) or kind), option.name
+            parsed = parser.read([f"--{spelling}", *words])
+            assert parsed == ParsedOptions({option.name: expected}, [], {}, []), option.name
+            assert type(parsed.values[option.name]) is (typing.get_origin(kind) or kind), (
+                option.name
+            )
     assert set(left_out) <= {"parallelism_config"}, "an object, no text"
 
 
@@ -113,9 +115,9 @@ def test_every_option_is_read_with_its_type(config_class):
     ],
 )
 def test_words_and_their_values(words, name, expected):
-    values, file, line = TrlParser((RLOOConfig,)).read(words.split())
-    assert (values, file, line) == ({name: expected}, {}, [])
-    assert type(values[name]) is type(expected)
+    parsed = TrlParser((RLOOConfig,)).read(words.split())
+    assert parsed == ParsedOptions({name: expected}, [], {}, [])
+    assert type(parsed.values[name]) is type(expected)
 
 
 def test_types_that_are_easily_lost():
@@ -215,7 +217,7 @@ def test_several_dataclasses_share_one_line():
 def test_old_names_take_the_type_of_the_new_ones(tmp_path):
     parser = TrlParser((RLOOConfig,))
     path = config_file(tmp_path, kl_coef="1e-2", normalize_reward="yes")
-    values, *_ = parser.read(["--config", path, "--cliprange", "1e-1", "--num-ppo-epochs", "2"])
+    values = parser.read(["--config", path, "--cliprange", "1e-1", "--num-ppo-epochs", "2"]).values
     assert values == {
         **{"kl_coef": 0.01, "normalize_reward": True, "cliprange": 0.1, "num_ppo_epochs": 2}
     }
@@ -224,7 +226,7 @@ def test_old_names_take_the_type_of_the_new_ones(tmp_path):
 def test_old_names_without_a_new_one_are_read_as_yaml():
     parser = TrlParser((RLOOConfig,))
     words = ["--token_level_kl", "--stop_token", "[", "--missing_eos_penalty", "1.5"]
-    values, *_ = parser.read([*words, "--stop-token-id", "none"])
+    values = parser.read([*words, "--stop-token-id", "none"]).values
     expected = {"token_level_kl": True, "stop_token": "[", "missing_eos_penalty": 1.5}
     assert values == expected | {"stop_token_id": "none"}
 
@@ -313,7 +315,7 @@ def test_no_unknown_key_of_a_file_is_overlooked(tmp_path, value):
 
 def test_a_key_may_have_any_name(tmp_path):
     path = config_file(tmp_path, self=1)
-    _, unused, _ = TrlParser((ModelConfig,)).read(["--config", path])
+    unused = TrlParser((ModelConfig,)).read(["--config", path]).unknown_config
     assert unused == {"self": 1}
 
 
@@ -352,11 +354,11 @@ def test_options_added_by_hand_come_in_a_namespace():
 
 def test_words_left_over_may_be_for_another_program():
     parser = TrlParser(prog="trl")
-    parser.check(["--num_proc", "2"], {"num_proc"})
+    parser.check_unknown(["--num_proc", "2"], {"num_proc"})
     with pytest.raises(ValueError, match=r"^unknown option --num_prc \(closest: --num_proc\)\.$"):
-        parser.check(["--num_prc", "2"], {"num_proc"})
+        parser.check_unknown(["--num_prc", "2"], {"num_proc"})
     with pytest.raises(ValueError, match=r"^unexpected words: 2 3\.$"):
-        parser.check(["2", "3"])
+        parser.check_unknown(["2", "3"])
 
 
 def test_the_options_of_accelerate_are_those_of_its_parser():
@@ -369,8 +371,8 @@ def test_names_in_words():
     assert option_name("--num-processes=2") == option_name("--num_processes") == "num_processes"
 
 
-def test_options_as_words():
-    assert as_words({"a": 1, "b": [2, "c"]}) == ["--a", "1", "--b", "2", "c"]
+def test_options_to_argv():
+    assert to_argv({"a": 1, "b": [2, "c"]}) == ["--a", "1", "--b", "2", "c"]
 
 
 @dataclass
@@ -394,18 +396,22 @@ class Known:
 )
 def test_another_command_may_know_it(name, program, hint):
     commands = commands_with if program.startswith("trl ") else None
-    problem = TrlParser(Known, prog=program, commands_with=commands).unknown([f"--{name}"])
+    problem = TrlParser(Known, prog=program, commands_with=commands).unknown_options_error(
+        [f"--{name}"]
+    )
     assert problem == f"unknown option --{name}{hint}."
 
 
 def test_values_that_are_names_of_options_stay():
     parser = TrlParser(Known)
-    values, _, _ = parser.read(["--text-file", "models", "--models=2"])
+    values = parser.read(["--text-file", "models", "--models=2"]).values
     assert values == {"text_file": "models", "models": 2}
 
 
 def test_the_closest_names_come_first():
-    found = TrlParser(Known, prog="trl rloo", commands_with=commands_with).unknown(["--model"])
+    found = TrlParser(Known, prog="trl rloo", commands_with=commands_with).unknown_options_error(
+        ["--model"]
+    )
     expected = "unknown option --model (closest: --models; an option of `trl vllm-serve`)."
     assert found == expected
 
@@ -413,8 +419,8 @@ def test_the_closest_names_come_first():
 def test_keys_of_a_file_are_named_with_it(tmp_path):
     parser = TrlParser(Known, prog="train.py")
     path = config_file(tmp_path, betta=1, y=2)
-    _, _, others, words = parser.collect(["--x", "--config", path])
-    found = parser.unknown([*words, *as_words(others)])
+    parsed = parser.read_with_errors(["--x", "--config", path])
+    found = parser.unknown_options_error([*parsed.unknown_argv, *to_argv(parsed.unknown_config)])
     expected = f"unknown option --x; {path}: unknown keys betta (closest: beta), y."
     assert found == expected
 
@@ -427,14 +433,14 @@ def test_a_file_may_write_every_number_as_yaml_reads_text(tmp_path, method):
     numbers = {}
     for kind in kinds:
         for name, annotation in typing.get_type_hints(kind).items():
-            types = {typing.get_origin(member) or member for member in members(annotation)}
+            types = {typing.get_origin(member) or member for member in union_members(annotation)}
             if name in parser.names and types & {int, float} and str not in types:
                 numbers[name] = int if int in types else float
     assert {"learning_rate", "max_steps", "save_total_limit", "lora_dropout"} < set(numbers)
     path = tmp_path / "c.yaml"
     path.write_text("".join(f"{name}: 1e1\n" for name in numbers))
     assert yaml.safe_load(path.read_text()) == dict.fromkeys(numbers, "1e1")
-    values, _, _ = parser.read(["--config", str(path)])
+    values = parser.read(["--config", str(path)]).values
     assert {name: type(value) for name, value in values.items()} == numbers
     assert set(values.values()) == {10}
 

@@ -6,7 +6,14 @@ import pytest
 from workspace import run_trl
 
 from trl.cli import vllm_serve
-from trl.cli.vllm_serve import GUARD, WORKER, command, is_loopback, make_parser, variables
+from trl.cli.vllm_serve import (
+    GUARD,
+    WORKER,
+    is_loopback,
+    make_parser,
+    server_command,
+    server_environment,
+)
 from trl.imports import is_available
 
 ALWAYS = {
@@ -33,7 +40,7 @@ ON_CPU = {"--enforce-eager": None, "--block-size": "32", "--kv-cache-memory-byte
 def options(text="", on_cpu=False):
     """The options of vLLM's server as a mapping."""
     known, rest = make_parser().parse_known_args(["--model", "a/b", *text.split()])
-    words = command(known, rest, on_cpu)
+    words = server_command(known, rest, on_cpu)
     assert words[:2] == [sys.executable, "-m"] and words.index("--model") <= 4
     found, name = {}, ""
     for word in words[words.index("--model") :]:
@@ -72,7 +79,7 @@ def test_defaults():
 def test_options_are_handed_on(text, expected):
     if text.startswith("--worker"):  # given twice, the last of which vLLM takes
         known, rest = make_parser().parse_known_args(["--model", "a", *text.split()])
-        assert command(known, rest, on_cpu=False)[-2:] == text.split()
+        assert server_command(known, rest, on_cpu=False)[-2:] == text.split()
         return
     found = options(text)
     assert found.items() >= expected.items()
@@ -88,7 +95,7 @@ def test_memory_that_is_chosen_is_left_alone():
 
 def test_the_routes_for_trainers_are_open():
     for on_cpu in (False, True):
-        assert variables(on_cpu)["VLLM_SERVER_DEV_MODE"] == "1"
+        assert server_environment(on_cpu)["VLLM_SERVER_DEV_MODE"] == "1"
 
 
 HOSTS = {"127.0.0.1": True, "::1": True, "localhost": True, "0.0.0.0": False, "": False}

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("math_verify")
 
-from trl.rewards.accuracy import SKIPPED, UNPARSED, accuracy_reward, reasoning_accuracy_reward
+from trl.rewards.accuracy import SKIPPED, UNPARSEABLE, accuracy_reward, reasoning_accuracy_reward
 
 
 def said(text):
@@ -39,8 +39,8 @@ def test_log_extra_receives_what_was_compared():
     )
     assert list(columns) == ["solution", "gold_parsed", "answer_parsed"]
     assert columns["solution"] == ["$4$", "$5$", ""]
-    assert columns["gold_parsed"] == ["[4, '4']", "[5, '5']", UNPARSED]
-    assert columns["answer_parsed"] == ["[4, '4']", UNPARSED, SKIPPED]
+    assert columns["gold_parsed"] == ["[4, '4']", "[5, '5']", UNPARSEABLE]
+    assert columns["answer_parsed"] == ["[4, '4']", UNPARSEABLE, SKIPPED]
 
 
 def test_lengths_must_agree():
@@ -88,8 +88,8 @@ def test_reasoning_without_an_end_is_logged_as_skipped():
     assert found == [0.0, None, 0.0]
     assert columns == {
         "solution": ["$4$", "", "$4$"],
-        "gold_parsed": [SKIPPED, UNPARSED, "[4, '4']"],
-        "answer_parsed": [SKIPPED, SKIPPED, UNPARSED],
+        "gold_parsed": [SKIPPED, UNPARSEABLE, "[4, '4']"],
+        "answer_parsed": [SKIPPED, SKIPPED, UNPARSEABLE],
     }
 
 

@@ -1,4 +1,4 @@
-"""Options of the training scripts that are about data and rewards."""
+"""Options of the training commands about the dataset, rewards and the value model."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from ..options import option
 
 @dataclass
 class ScriptArguments:
-    """Which dataset is trained on, and what the memory plan assumes."""
+    """Dataset to train on, and assumptions of the memory plan."""
 
     dataset_name: str | None = option(
         None,
@@ -35,7 +35,7 @@ class ScriptArguments:
 
 @dataclass
 class OnlineScriptArguments(ScriptArguments):
-    """What rewards completions."""
+    """Rewards of completions."""
 
     reward_model_name_or_path: str | None = option(
         None, "Sequence classifier whose score is the reward."
@@ -49,7 +49,7 @@ class OnlineScriptArguments(ScriptArguments):
 
 @dataclass
 class PPOScriptArguments(OnlineScriptArguments):
-    """Where values come from."""
+    """Value model of PPO."""
 
     value_model_name_or_path: str | None = option(
         None,

@@ -1,85 +1,95 @@
-"""The commands of `trl`. A new one is an entry here; nothing heavy is imported to list them."""
+"""The commands of `trl`. To add one, add an entry to `COMMANDS`.
 
+Nothing heavy is imported to list the commands.
+"""
+
+import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pydoc import locate
-from typing import Any
 
 from ..imports import check_versions
 from ..suggestions import did_you_mean
 from .methods import METHODS, Method
 from .options import class_from_source, option_actions, short_help
-from .parser import TrlParser, as_words, launch_option_names, required
+from .parser import TrlParser, launch_option_names, required_options_error
+
+HELP_FLAGS = {"-h", "--help"}
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command that a module runs: with `main(words)`, and `make_parser()` if it has options."""
+    """A command run by a module with `main(argv)`, and `make_parser()` if it has options."""
 
     name: str
-    summary: str  # what it does, for `trl --help`
+    summary: str  # what the command does, for `trl --help`
     module: str
 
-    def run(self, words: list[str]) -> None:
-        """Run the command with the words behind its name."""
-        import_module(self.module).main(words)
+    def run(self, argv: list[str]) -> None:
+        """Run the command with the arguments after its name."""
+        import_module(self.module).main(argv)
 
-    def option_parser(self) -> Any:
-        """The options of the command, to look names up."""
-        return import_module(self.module).make_parser()
+    def option_parser(self) -> argparse.ArgumentParser:
+        """Return a parser of the command's options, to look up names in."""
+        parser: argparse.ArgumentParser = import_module(self.module).make_parser()
+        return parser
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreviewCommand(Command):
-    """A command that takes the options of a training command and looks at what it would do.
+    """A command that takes the options of a training command and shows what that would do.
 
-    Its help is made without importing its module, which takes long.
+    Its help is made without importing its module, which takes seconds.
     """
 
-    source: str  # the path of a dataclass with its own options; one is `method`
-    needed: tuple[str, ...]  # options that must be given
-    common: tuple[str, ...]  # options of training that `--help` lists, where the method has them
-    example: str  # options, for `--help`
+    source: str  # path of the dataclass with the command's own options, `method` among them
+    needed: tuple[str, ...]  # required options
+    common: tuple[str, ...]  # options of training that `--help` lists, if the method has them
+    example: str  # options of an example, for `--help`
 
     def option_parser(self) -> TrlParser:
-        """The options of its own, to look names up."""
+        """Return a parser of the command's own options, to look up names in."""
         return TrlParser(class_from_source(self.source), add_help=False)
 
-    def run(self, words: list[str]) -> None:
+    def run(self, argv: list[str]) -> None:
         """Show help, or run the module."""
-        if "--help-all" in words:
-            self.full_parser(words).print_help()
-        elif {"-h", "--help"} & set(words):
-            print(self.help(words))
+        if "--help-all" in argv:
+            self.full_parser(argv).print_help()
+        elif HELP_FLAGS.intersection(argv):
+            print(self.help(argv))
         else:
-            self.check_names(words)
-            super().run(words)
+            self.check_names(argv)
+            super().run(argv)
 
-    def check_names(self, words: list[str]) -> None:
-        """Refuse options that neither this command has nor, where it reads those, a launcher."""
-        parser = self.full_parser(words)
+    def check_names(self, argv: list[str]) -> None:
+        """End the process with an error if an option is neither known here nor to accelerate."""
+        parser = self.full_parser(argv)
         try:
-            _, _, others, rest = parser.collect(words)
-            parser.check([*as_words(others), *rest], launch_option_names())
+            parsed = parser.read_with_errors(argv)
+            parser.check_unknown(parsed.unknown, launch_option_names())
         except (ValueError, OSError) as error:
             parser.error(" ".join(str(error).split()))
 
-    def full_parser(self, words: list[str]) -> TrlParser:
-        """The options with those of the training command that `--method` names."""
-        own = self.option_parser()
-        method = getattr(own.parse_known_args(words)[0], "method", None)
+    def full_parser(self, argv: list[str]) -> TrlParser:
+        """Return a parser of the options of this command and of the command in `--method`."""
+        own_parser = self.option_parser()
+        method = getattr(own_parser.parse_known_args(argv)[0], "method", None)
         if method not in METHODS:
-            method = own.default("method")
-        kinds = (*own.dataclass_types, *METHODS[method].option_parser().dataclass_types)
-        return TrlParser(kinds, prog=f"trl {self.name}", commands_with=commands_with)
+            method = own_parser.default("method")
+        training_parser = METHODS[method].option_parser()
+        return TrlParser(
+            (*own_parser.dataclass_types, *training_parser.dataclass_types),
+            prog=f"trl {self.name}",
+            commands_with=commands_with,
+        )
 
-    def help(self, words: list[str]) -> str:
-        """The options of its own, and those that say what is looked at."""
-        parser = self.full_parser(words)
+    def help(self, argv: list[str]) -> str:
+        """Return help on the command's own options, and on common ones of training."""
+        parser = self.full_parser(argv)
         common = [name for name in self.common if parser.knows(name)]
-        groups = {
+        sections = {
             "required": self.needed,
             "options": self.option_parser().names,
             "common options of training": (*common, "config"),
@@ -88,7 +98,7 @@ class PreviewCommand(Command):
             [
                 f"usage: trl {self.name} [options]\n\n{self.summary}\n\nexample:",
                 f"  trl {self.name} {self.example}\n",
-                short_help(parser, groups),
+                short_help(parser, sections),
                 f"`trl {self.name} --help-all` lists all {len(parser.names)} options, with those "
                 "of the training command\nthat --method names.",
             ]
@@ -97,55 +107,66 @@ class PreviewCommand(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingCommand(Command):
-    """A command whose workers are started through `accelerate launch`, from `trl.scripts.NAME`."""
+    """A command that starts workers through `accelerate launch`, from `trl.scripts.NAME`."""
 
     method: Method
-    module: str = ""  # its workers run `trl.cli.train`
+    module: str = ""  # unused: the workers run `trl.cli.train`
 
     def make_parser(self) -> TrlParser:
-        """A parser that builds the dataclasses, which it imports."""
+        """Return a parser that imports and builds the dataclasses."""
         return self.method.make_parser(commands_with=commands_with)
 
     def option_parser(self) -> TrlParser:
-        """A parser of the same options, which imports nothing heavy and builds nothing."""
+        """Return a parser of the same options that imports nothing heavy and builds nothing."""
         return self.method.option_parser(commands_with=commands_with)
 
-    def run(self, words: list[str]) -> None:
-        """Show help, report all mistakes in the words at once, or start the workers."""
+    def run(self, argv: list[str]) -> None:
+        """Show help, report all errors in the arguments at once, or start the workers."""
         parser = self.option_parser()
-        if "--help-all" in words:
+        if "--help-all" in argv:
             parser.print_help()
-        elif {"-h", "--help"} & set(words):
+        elif HELP_FLAGS.intersection(argv):
             print(self.help(parser))
         else:
-            try:
-                check_versions()
-                mistakes = self.mistakes(parser, words)
-            except (ImportError, ValueError, OSError) as error:  # of versions, or the file
-                parser.error(" ".join(str(error).split()))
-            if mistakes:
-                parser.error(f"{' '.join(mistakes)} `trl {self.name} --help` has an example.")
-            values = parser.collect(words)[0]
-            if values.get("plan"):
-                COMMANDS["memory-plan"].run([*words, "--method", self.name])
-                return
-            # Libraries are imported now, which takes seconds.
-            print(f"Loading {values['model_name_or_path']} ...", flush=True)
-            import_module("trl.cli.launch").launch(self.name, parser, words)
+            self._check_and_launch(parser, argv)
 
-    def mistakes(self, parser: TrlParser, words: Sequence[str]) -> list[str]:
-        """Find unknown and missing options, and values that do not fit."""
-        values, problems, others, rest = parser.collect(words)
+    def _check_and_launch(self, parser: TrlParser, argv: list[str]) -> None:
+        try:
+            check_versions()
+            errors = self.errors(parser, argv)
+        except (ImportError, ValueError, OSError) as error:  # an old package, or an unreadable file
+            parser.error(" ".join(str(error).split()))
+        if errors:
+            parser.error(f"{' '.join(errors)} `trl {self.name} --help` has an example.")
+        values = parser.read_with_errors(argv).values
         if values.get("plan"):
-            return []  # the plan has further options, and tells of mistakes in all of them
-        unknown = parser.unknown([*as_words(others), *rest], launch_option_names())
-        missing = [names for names in self.method.needed if not any(values.get(x) for x in names)]
-        words = [first + "".join(f" (or --{x})" for x in others) for first, *others in missing]
-        return [*filter(None, [unknown]), *problems, *([required(words)] if words else [])]
+            COMMANDS["memory-plan"].run([*argv, "--method", self.name])
+            return
+        # `launch` imports torch and transformers, which takes seconds.
+        print(f"Loading {values['model_name_or_path']} ...", flush=True)
+        import_module("trl.cli.launch").launch(self.name, parser, argv)
+
+    def errors(self, parser: TrlParser, argv: Sequence[str]) -> list[str]:
+        """Return errors about unknown and missing options, and values that do not fit."""
+        parsed = parser.read_with_errors(argv)
+        if parsed.values.get("plan"):
+            return []  # `memory-plan` has more options, and checks all of them
+        errors = []
+        unknown_error = parser.unknown_options_error(parsed.unknown, launch_option_names())
+        if unknown_error:
+            errors.append(unknown_error)
+        errors += parsed.errors
+        missing = []
+        for first, *alternatives in self.method.needed:
+            if not any(parsed.values.get(name) for name in (first, *alternatives)):
+                missing.append(first + "".join(f" (or --{name})" for name in alternatives))
+        if missing:
+            errors.append(required_options_error(missing))
+        return errors
 
     def help(self, parser: TrlParser) -> str:
-        """The options that a first run needs."""
-        needed = [name for names in self.method.needed for name in names]
+        """Return help on the options that a first run needs."""
+        needed = [name for alternatives in self.method.needed for name in alternatives]
         return "\n".join(
             [
                 f"usage: trl {self.name} [options]\n\n{self.summary}\n\nexample:",
@@ -157,8 +178,8 @@ class TrainingCommand(Command):
         )
 
     def work(self) -> None:
-        """Train as the words of this process say, as one of the workers."""
-        if {"-h", "--help", "--help-all"} & set(sys.argv):
+        """Train in this worker process, as its command line says."""
+        if {*HELP_FLAGS, "--help-all"}.intersection(sys.argv):
             self.run(sys.argv[1:])
             raise SystemExit(0)
         run_training = import_module("trl.cli.train").run_training
@@ -178,8 +199,14 @@ COMMANDS: dict[str, Command] = TRAINING | {
             source="trl.cli.memory_plan.PlanArguments",
             needed=("model_name_or_path",),
             common=(
-                *("device_memory_gb", "longest_prompt", "max_length", "max_completion_length"),
-                *("per_device_train_batch_size", "num_generations", "use_vllm", "use_peft"),
+                "device_memory_gb",
+                "longest_prompt",
+                "max_length",
+                "max_completion_length",
+                "per_device_train_batch_size",
+                "num_generations",
+                "use_vllm",
+                "use_peft",
             ),
             example="--method grpo --model_name_or_path Qwen/Qwen3-0.6B --device_memory_gb 80",
         ),
@@ -190,8 +217,12 @@ COMMANDS: dict[str, Command] = TRAINING | {
             source="trl.cli.lengths.LengthsArguments",
             needed=("model_name_or_path", "dataset_name"),
             common=(
-                *("dataset_train_split", "max_length", "max_prompt_length", "packing"),
-                *("per_device_train_batch_size", "device_memory_gb"),
+                "dataset_train_split",
+                "max_length",
+                "max_prompt_length",
+                "packing",
+                "per_device_train_batch_size",
+                "device_memory_gb",
             ),
             example="--model_name_or_path Qwen/Qwen3-0.6B --dataset_name trl-lib/Capybara",
         ),
@@ -208,7 +239,7 @@ ABSENT = ("distillation",)  # commands of Hugging Face TRL that this release doe
 
 
 def unknown_command(name: str) -> str:
-    """Say that there is no such command, and which one was probably meant."""
+    """Return the error for an unknown command, with the command that was probably meant."""
     names = ", ".join(COMMANDS)
     if name in ABSENT:
         return f"`trl {name}` is not part of this release. Commands: {names}."
@@ -217,8 +248,13 @@ def unknown_command(name: str) -> str:
 
 
 def commands_with(option: str) -> list[str]:
-    """The commands that have an option (with underscores)."""
-    parsers = {name: x.option_parser() for name, x in COMMANDS.items() if name != "env"}
-    found = {name: option_actions(x).get(f"--{option}") for name, x in parsers.items()}
-    # The destination of no_x is x.
-    return [name for name, action in found.items() if action and action.dest == option]
+    """Return the commands that have an option (with underscores)."""
+    names = []
+    for name, command in COMMANDS.items():
+        if name == "env":  # it has no options
+            continue
+        action = option_actions(command.option_parser()).get(f"--{option}")
+        is_negation = action is not None and action.dest != option  # --no_x sets x
+        if action is not None and not is_negation:
+            names.append(name)
+    return names

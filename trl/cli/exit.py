@@ -1,4 +1,4 @@
-"""How training commands end: what they print, and what becomes of their workers."""
+"""How training commands end: their messages, their exit status, and the end of their workers."""
 
 import ast
 import json
@@ -27,64 +27,77 @@ from .parser import INTERRUPTED, OneLineParser
 if TYPE_CHECKING:
     from transformers import Trainer
 
-# torch and transformers have no other type for weights that do not fit, or too little memory.
+# Errors that are shown without the name of their class. RuntimeError is what torch and transformers
+# raise for weights of a wrong shape and for too little memory.
 USER_ERRORS = (ValueError, TypeError, ImportError, OSError, RuntimeError)
-MISTAKE = 2  # status of a worker that has told of a mistake in options or inputs
-MAIN_RANK_FIRST = 30.0  # seconds in which the main process should meet a mistake that others met
-ALONE = 2.0  # seconds after which a worker that goes on was not interrupted by the terminal
-GRACE = 60.0  # seconds in which it should end when it is interrupted
+USER_ERROR_STATUS = 2  # exit status of a worker that has reported an error itself
+MAIN_RANK_FIRST = 30.0  # seconds that other ranks wait for rank 0 to report the same error
+# Seconds after which a worker that still runs was probably not interrupted by the terminal.
+TERMINAL_SECONDS = 2.0
+GRACE_SECONDS = 60.0  # seconds in which an interrupted worker should end
 
 
 def rank() -> int:
-    """Number of this process among those that were launched together."""
+    """Return the rank of this process; 0 if it was not launched with others."""
     return int(os.environ.get("RANK", "0"))
 
 
 @contextmanager
 def one_line_errors(parser: OneLineParser, trainer: "Trainer | None" = None) -> Iterator[None]:
-    """Turn what goes wrong inside into one line that says how to go on.
+    """Report an error or Ctrl-C in one line that says how to continue, and end the process.
 
-    Ctrl-C ends the process with status 130, an error with 2. The trace of an error is shown if the
-    environment has TRL_DEBUG=1. If it came up while a `trainer` trained, a file keeps it, too.
+    The exit status is 130 after Ctrl-C and 2 after an error. With TRL_DEBUG=1 in the environment,
+    the error is raised instead, with its traceback. If a `trainer` is given, the traceback is also
+    written to a file in its output folder.
     """
     try:
         yield
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # the next one ends this process at once
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C ends this process at once
         if rank() == 0:
-            print(f"{parser.prog}: interrupted {_place(trainer)}", file=sys.stderr, flush=True)
+            progress = _training_progress(trainer)
+            print(f"{parser.prog}: interrupted {progress}", file=sys.stderr, flush=True)
         raise SystemExit(INTERRUPTED) from None
     except Exception as error:
         if os.environ.get("TRL_DEBUG") == "1":
             raise
-        words = [as_command_line(describe(error), parser.all_names)]
+        sentences = [as_command_line(describe(error), parser.all_names)]
         if trainer is not None:
-            words += [f"This was {_place(trainer)}"] if trainer.state.global_step else []
-            name = f"error-{rank()}.txt" if rank() else "error.txt"
-            file = Path(str(trainer.args.output_dir), name)
-            with suppress(OSError):
-                file.write_text(without_surrogates(traceback.format_exc()), encoding="utf-8")
-                words += [f"The trace is in {file}."]
-        if rank() > 0:  # the main process tells of it, and its end is the end of the others
+            if trainer.state.global_step:
+                sentences.append(f"This was {_training_progress(trainer)}")
+            sentences += _write_traceback(str(trainer.args.output_dir))
+        if rank() > 0:
+            # Rank 0 usually reports the same error, and its end ends the other ranks.
             time.sleep(MAIN_RANK_FIRST)
-            words += [f"(process {rank()})"]
-        text = without_surrogates(" ".join(filter(None, words)))
+            sentences.append(f"(process {rank()})")
+        text = without_surrogates(" ".join(filter(None, sentences)))
         print(f"{parser.prog}: error: {text}", file=sys.stderr, flush=True)
-        raise SystemExit(MISTAKE) from None
+        raise SystemExit(USER_ERROR_STATUS) from None
+
+
+def _write_traceback(folder: str) -> list[str]:
+    """Write the traceback of the current exception to a file; return a sentence that names it."""
+    file = Path(folder, f"error-{rank()}.txt" if rank() else "error.txt")
+    try:
+        file.write_text(without_surrogates(traceback.format_exc()), encoding="utf-8")
+    except OSError:
+        return []
+    return [f"The trace is in {file}."]
 
 
 def describe(error: BaseException) -> str:
-    """An error in one line, with its kind if the words alone do not say what it is.
+    """Describe an error in one line, with the name of its class unless it is a `USER_ERRORS`.
 
-    A list in it keeps a line for each entry, and what follows the list begins a line.
+    A list in the message keeps a line for each entry, and the text after it starts a new line.
     """
-    text = _joined_lines(str(error))
-    plain = isinstance(error, USER_ERRORS)
-    return text if plain and text else f"{type(error).__name__}: {text}".rstrip(": ")
+    text = _join_lines(str(error))
+    if isinstance(error, USER_ERRORS) and text:
+        return text
+    return f"{type(error).__name__}: {text}".rstrip(": ")
 
 
-def _joined_lines(text: str) -> str:
-    """Join the lines of a text, except for entries of a list, which begin with a hyphen."""
+def _join_lines(text: str) -> str:
+    """Join the lines of a text, except for entries of a list, which start with a hyphen."""
     lines: list[str] = []
     continues = False
     for line in filter(None, map(str.strip, text.splitlines())):
@@ -101,18 +114,24 @@ def _joined_lines(text: str) -> str:
 
 
 def as_command_line(text: str, names: Iterable[str]) -> str:
-    """Spell options in a message of Python, such as `beta=0.1`, as a shell takes them."""
-    known = "|".join(sorted(names, key=len, reverse=True))
-    values = r"""('[^']*'|"[^"]*"|\{[^}]*\}|\([^)]*\)|\[[^\]]*\]|[-+\w/]+(?:\.\w+)*)"""
+    """Rewrite options in a message, such as `beta=0.1`, as they are given in a shell: `--beta 0.1`.
 
-    def spelled(option: re.Match[str]) -> str:
-        return f"--{option[1]} {_as_words(option[2])}"
+    Args:
+        names: the options of the command.
+    """
+    name_pattern = "|".join(sorted(names, key=len, reverse=True))
+    value_pattern = r"""('[^']*'|"[^"]*"|\{[^}]*\}|\([^)]*\)|\[[^\]]*\]|[-+\w/]+(?:\.\w+)*)"""
 
-    return re.sub(rf"(?<![\w.-])({known})={values}", spelled, text) if known else text
+    def rewrite(option: re.Match[str]) -> str:
+        return f"--{option[1]} {_shell_value(option[2])}"
+
+    if not name_pattern:
+        return text
+    return re.sub(rf"(?<![\w.-])({name_pattern})={value_pattern}", rewrite, text)
 
 
-def _as_words(literal: str) -> str:
-    """Write a Python literal as the words of an option; quotes of a text remain."""
+def _shell_value(literal: str) -> str:
+    """Write a Python literal as the value of an option in a shell. Text keeps its quotes."""
     if literal in ("True", "False", "None"):
         return literal.lower()
     try:
@@ -126,73 +145,82 @@ def _as_words(literal: str) -> str:
     return literal
 
 
-def _place(trainer: "Trainer | None") -> str:
-    """After how many steps training stopped, and the newest checkpoint."""
+def _training_progress(trainer: "Trainer | None") -> str:
+    """Return after how many steps training stopped, with the newest checkpoint."""
     if trainer is None:
         return "before training began."
-    state, folder = trainer.state, str(trainer.args.output_dir)
+    state = trainer.state
+    folder = str(trainer.args.output_dir)
     steps = f"after {state.global_step} of {state.max_steps} steps."
-    found = checkpoints_in(folder)
-    if not found:
+    checkpoints = checkpoints_in(folder)
+    if not checkpoints:
         return f"{steps} There is no checkpoint in {folder}."
-    resume = "; to continue from there, repeat the command with --resume_from_checkpoint true"
-    resume = "" if trainer.args.save_only_model else resume
-    return f"{steps} The newest checkpoint is {found[0]}{resume}."
+    advice = "; to continue from there, repeat the command with --resume_from_checkpoint true"
+    if trainer.args.save_only_model:
+        advice = ""
+    return f"{steps} The newest checkpoint is {checkpoints[0]}{advice}."
 
 
-def tell_success(trainer: "Trainer") -> None:
-    """Print how many steps are done, and where the model is."""
+def print_success(trainer: "Trainer") -> None:
+    """Print how many steps are done, and the folder of the model."""
     if trainer.is_world_process_zero():
         steps = f"{trainer.state.global_step} of {trainer.state.max_steps} steps done"
         print(f"{steps}; the model is in {trainer.args.output_dir}.", flush=True)
 
 
 def check_output_dir(folder: str) -> None:
-    """Refuse a folder, which need not exist yet, that cannot be written in or is in use."""
-    place = Path(folder).absolute()
+    """Raise a ValueError if a folder, which need not exist yet, is in use or cannot be written."""
+    existing = Path(folder).absolute()
     try:
-        while not os.path.lexists(place):
-            place = place.parent
-        if not place.is_dir():
+        while not os.path.lexists(existing):
+            existing = existing.parent
+        if not existing.is_dir():
             raise NotADirectoryError(None, "it is not a folder")
-        with TemporaryFile(dir=place):
+        with TemporaryFile(dir=existing):
             pass
     except OSError as error:
         raise ValueError(
-            f"--output_dir {folder}: nothing can be written in {place}: {error.strerror}."
+            f"--output_dir {folder}: nothing can be written in {existing}: {error.strerror}."
         ) from None
     check_free(folder)
 
 
 @contextmanager
 def stopping_on_interrupt() -> Iterator[None]:
-    """If this process is interrupted inside, wait until those that were started there have ended.
+    """On Ctrl-C, wait until the processes that were started inside the block have ended.
 
-    A terminal interrupts them together with this process. Others may interrupt this one alone, so
-    those still running are told, and killed when time is up. A second interrupt ends the wait.
+    A terminal interrupts them together with this process. If only this process was interrupted, the
+    workers still run after a moment: they are interrupted, and killed if that does not end them.
+    A second Ctrl-C ends the wait.
     """
-    before = set(psutil.Process().children())
+    children_before = set(psutil.Process().children())
     try:
         yield
     except KeyboardInterrupt:
-        workers = list(set(psutil.Process().children()) - before)
+        workers = list(set(psutil.Process().children()) - children_before)
         with suppress(KeyboardInterrupt):
-            _, running = psutil.wait_procs(workers, timeout=ALONE)
-            _send(signal.SIGINT, running)
-            psutil.wait_procs(running, timeout=GRACE)
-        _send(signal.SIGKILL, workers)
+            _, running = psutil.wait_procs(workers, timeout=TERMINAL_SECONDS)
+            _send_signal(signal.SIGINT, running)
+            psutil.wait_procs(running, timeout=GRACE_SECONDS)
+        _send_signal(signal.SIGKILL, workers)
         raise
 
 
-def _send(number: signal.Signals, workers: Iterable[psutil.Process]) -> None:
+def _send_signal(signal_number: signal.Signals, workers: Iterable[psutil.Process]) -> None:
     for worker in workers:
         with suppress(psutil.NoSuchProcess):
-            worker.send_signal(number)
+            worker.send_signal(signal_number)
 
 
-def exit_like(parser: ArgumentParser, rank: int, status: int) -> NoReturn:
-    """End with the status of a worker, as shells write it; some mean that it has said why."""
-    if status in (MISTAKE, INTERRUPTED):
+def exit_like_worker(parser: ArgumentParser, rank: int, status: int) -> NoReturn:
+    """End this process with the status of a worker, and say how the worker ended.
+
+    Nothing is printed if the worker has reported its error, or was interrupted.
+
+    Args:
+        status: exit status of the worker; minus the signal's number if a signal ended it.
+    """
+    if status in (USER_ERROR_STATUS, INTERRUPTED):
         parser.exit(status)
     if status >= 0:
         parser.exit(status, f"{parser.prog}: error: process {rank} ended with status {status}.\n")
@@ -203,14 +231,16 @@ def exit_like(parser: ArgumentParser, rank: int, status: int) -> NoReturn:
 
 
 def warn_of_missing_ranks() -> None:
-    """Say that `accelerate launch --num_processes N` started one process, for want of GPUs."""
-    words = psutil.Process().parent().cmdline() if "WORLD_SIZE" not in os.environ else []
-    wanted = dict(pairwise(words)).get("--num_processes", "1")
-    launched = any(word.endswith(("launch", "launch.py")) for word in words)
-    if launched and wanted.isdigit() and int(wanted) > 1:
-        text = (
-            f"accelerate launch --num_processes {wanted} has started one process, because there "
-            f"are no GPUs. For {wanted} processes on CPUs add --multi_gpu, or use `trl COMMAND "
-            f"--num_processes {wanted}`."
+    """Print a warning if `accelerate launch --num_processes N` started a single process."""
+    if "WORLD_SIZE" in os.environ:
+        return
+    parent_argv = psutil.Process().parent().cmdline()
+    requested = dict(pairwise(parent_argv)).get("--num_processes", "1")
+    by_accelerate = any(argument.endswith(("launch", "launch.py")) for argument in parent_argv)
+    if by_accelerate and requested.isdigit() and int(requested) > 1:
+        warning = (
+            f"accelerate launch --num_processes {requested} has started one process, because there "
+            f"are no GPUs. For {requested} processes on CPUs add --multi_gpu, or use `trl COMMAND "
+            f"--num_processes {requested}`."
         )
-        print(text, file=sys.stderr)
+        print(warning, file=sys.stderr)

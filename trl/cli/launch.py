@@ -1,6 +1,7 @@
-"""Training commands run through `accelerate launch`; options are separated before it starts.
+"""Start the workers of a training command through `accelerate launch`.
 
-Training configurations are built by the workers alone, which know the number of processes.
+The options of the script and of the launcher are separated first. Only the workers build training
+configurations, because only they know the number of processes.
 """
 
 import argparse
@@ -25,100 +26,117 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from ..imports import is_available, require
 from ..process_group import has_accelerator
 from .accelerate_file import find_config, read_accelerate_config, shipped_configs
-from .exit import exit_like, stopping_on_interrupt
+from .exit import exit_like_worker, stopping_on_interrupt
 from .options import option_actions
-from .parser import INTERRUPTED, TrlParser, as_words, launch_option_names, option_name
+from .parser import INTERRUPTED, TrlParser, launch_option_names, option_name, to_argv
 
-# What accelerate would otherwise guess, and warn about, when it has no configuration.
+# Without a configuration, accelerate would guess these options and warn about it.
 SINGLE_MACHINE = {"num_machines": "1", "mixed_precision": "no", "dynamo_backend": "no"}
-LOUD = ("multiprocessing.api", "agent.server.api")  # log ends of workers
-SCRIPT = "SCRIPT"  # stands for what is launched while options are checked
-NAMED_NO = {"mixed_precision", "dynamo_backend"}  # YAML makes a boolean of their value no
-# Options that start several processes.
+# Loggers of torch.distributed.elastic that report the end of workers, which `exit` reports itself.
+SILENCED_LOGGERS = ("multiprocessing.api", "agent.server.api")
+SCRIPT_PLACEHOLDER = "SCRIPT"  # stands for the training script while launcher options are parsed
+# Options for which "no" is a legal value. YAML reads it as False.
+OPTIONS_WITH_NO = {"mixed_precision", "dynamo_backend"}
+# Options of accelerate that start several processes.
 STRATEGIES = ("multi_gpu", "use_deepspeed", "use_fsdp", "use_megatron_lm", "tpu")
-STRATEGY_OF_TYPE = {
+STRATEGY_OF_DISTRIBUTED_TYPE = {
     "DEEPSPEED": "use_deepspeed",
     "FSDP": "use_fsdp",
     "MEGATRON_LM": "use_megatron_lm",
     "XLA": "tpu",
 }
-USE_CPU = "ACCELERATE_USE_CPU"  # what workers read
+USE_CPU = "ACCELERATE_USE_CPU"  # environment variable that workers read
 
 
 @dataclass
 class LaunchRequest:
-    """What the words of a command ask of its script and of `accelerate launch`."""
+    """The arguments of a command, divided between its script and `accelerate launch`."""
 
-    script: list[str]  # words for the script
-    launcher: list[str]  # words for the launcher, with those of the file
-    values: dict[str, Any]  # options of the script, those of the file included
-    options: argparse.Namespace  # the launcher's words, parsed
-    config: dict[str, Any]  # what the accelerate configuration says, if there is one
+    script_argv: list[str]
+    launcher_argv: list[str]  # including launcher options from the file of --config
+    values: dict[str, Any]  # options of the script, including those from the file
+    launcher_options: argparse.Namespace  # `launcher_argv`, parsed
+    accelerate_config: dict[str, Any]  # contents of the accelerate configuration, if there is one
 
     @property
     def on_cpu(self) -> bool:
-        """Whether workers are told to use CPUs although there may be GPUs."""
-        return bool(self.options.cpu or self.values.get("use_cpu") or self.config.get("use_cpu"))
+        """Whether the user asked for CPUs, even if there are GPUs."""
+        return bool(
+            self.launcher_options.cpu
+            or self.values.get("use_cpu")
+            or self.accelerate_config.get("use_cpu")
+        )
 
     @property
     def strategy(self) -> str | None:
-        """The option of accelerate that starts the workers; None: it starts one."""
-        chosen = [name for name in STRATEGIES if getattr(self.options, name)]
-        if chosen:
-            return chosen[0]
-        kind = str(self.config.get("distributed_type", "NO"))
-        if kind.startswith("MULTI_") and kind != "MULTI_CPU":
+        """The option of accelerate by which it starts several workers; None if it starts one."""
+        for name in STRATEGIES:
+            if getattr(self.launcher_options, name):
+                return name
+        distributed_type = str(self.accelerate_config.get("distributed_type", "NO"))
+        if distributed_type.startswith("MULTI_") and distributed_type != "MULTI_CPU":
             return "multi_gpu"
-        return STRATEGY_OF_TYPE.get(kind)
+        return STRATEGY_OF_DISTRIBUTED_TYPE.get(distributed_type)
 
     @property
     def config_name(self) -> str:
-        """The configuration as a user would name it."""
-        path = self.options.config_file
+        """The accelerate configuration as the user would name it."""
+        path = self.launcher_options.config_file
         if not path:
             return f"The accelerate configuration {default_config_file}"
-        names = {path: name for name, path in shipped_configs().items()}
-        return f"--accelerate_config {names.get(path, path)}"
+        shipped_names = {path: name for name, path in shipped_configs().items()}
+        return f"--accelerate_config {shipped_names.get(path, path)}"
 
 
-def launch(command: str, parser: TrlParser, words: list[str]) -> None:
-    """Start the workers of a training command, wait for them, and end with their status."""
+@dataclass(frozen=True)
+class LaunchArguments:
+    """The final arguments of the training script and of `accelerate launch`."""
+
+    script_argv: list[str]
+    launcher_argv: list[str]
+
+
+def launch(command: str, parser: TrlParser, argv: list[str]) -> None:
+    """Start the workers of a training command, wait for them, and end with their exit status."""
     try:
-        _start(command, parser, words)
+        _start_workers(command, parser, argv)
     except KeyboardInterrupt:
         parser.exit(INTERRUPTED)
     except SignalException as error:
-        exit_like(parser, 0, -error.sigval if error.sigval != signal.SIGINT else INTERRUPTED)
+        interrupted = error.sigval == signal.SIGINT
+        exit_like_worker(parser, 0, INTERRUPTED if interrupted else -error.sigval)
     except subprocess.CalledProcessError as error:
-        exit_like(parser, 0, error.returncode)
+        exit_like_worker(parser, 0, error.returncode)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        exit_like(parser, rank, failure.exitcode)
+        exit_like_worker(parser, rank, failure.exitcode)
     except (ValueError, OSError, ImportError) as error:
         if os.environ.get("TRL_DEBUG") == "1":
             raise
         parser.error(" ".join(str(error).split()))
 
 
-def _start(command: str, parser: TrlParser, words: list[str]) -> None:
-    values = parser.read(words)[0]
+def _start_workers(command: str, parser: TrlParser, argv: list[str]) -> None:
+    values = parser.read(argv).values
     check_thread_count()
-    request = read_request(parser, words)
-    script, launcher = words_to_start(request)
-    needs_deepspeed = values.get("deepspeed") or launch_options(launcher)["use_deepspeed"]
+    request = read_request(parser, argv)
+    arguments = launch_arguments(request)
+    launcher_options = launch_options(arguments.launcher_argv)
+    needs_deepspeed = values.get("deepspeed") or launcher_options["use_deepspeed"]
     if needs_deepspeed and not is_available("deepspeed"):
         require("deepspeed", "Training with DeepSpeed")
     check_device(request)
-    for name in LOUD:
+    for name in SILENCED_LOGGERS:
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     environment = {USE_CPU: "true"} if request.on_cpu else {}
     with stopping_on_interrupt(), patch_environment(**environment):
-        options = [*launcher, "--module", f"trl.scripts.{command.replace('-', '_')}", *script]
-        launch_command(_launch_parser().parse_args(options))
+        module = f"trl.scripts.{command.replace('-', '_')}"
+        full_argv = [*arguments.launcher_argv, "--module", module, *arguments.script_argv]
+        launch_command(_launch_parser().parse_args(full_argv))
 
 
 def check_thread_count() -> None:
-    """Refuse a number of threads that is none, which torch ignores and accelerate stumbles over."""
+    """Raise a ValueError if OMP_NUM_THREADS is not a number, which torch ignores without a word."""
     threads = os.environ.get("OMP_NUM_THREADS")
     if threads is not None and not (threads.strip().isdecimal() and int(threads) > 0):
         raise ValueError(
@@ -128,11 +146,11 @@ def check_thread_count() -> None:
 
 
 def check_device(request: LaunchRequest) -> None:
-    """Refuse what needs a GPU on a machine without one, unless its CPU is asked for."""
+    """Raise a ValueError if the launch needs a GPU, but the machine has none."""
     if request.on_cpu or has_accelerator() or os.environ.get(USE_CPU, "").lower() == "true":
         return
     strategy = request.strategy
-    is_chosen_by_option = strategy is not None and getattr(request.options, strategy)
+    is_chosen_by_option = strategy is not None and getattr(request.launcher_options, strategy)
     source = f"--{strategy}" if is_chosen_by_option else request.config_name
     if strategy not in (None, "tpu") or source.endswith(" single_gpu"):
         raise ValueError(
@@ -141,122 +159,152 @@ def check_device(request: LaunchRequest) -> None:
         )
 
 
-def read_request(parser: TrlParser, words: list[str]) -> LaunchRequest:
-    """Tell words for the script, which `parser` knows, from the launcher's; with those in files."""
-    script: list[str] = []
-    launcher: list[str] = []
-    group: list[str] | None = None
-    for word in words:
-        if word.startswith("--"):
-            group = script if parser.knows(option_name(word)) else launcher
-        elif group is None:
-            raise ValueError(f"expected an option that starts with --, not {word!r}.")
-        group.append(word)
-    values, from_file, extra = parser.read(script)
-    parser.check(extra)
-    launcher = [*_words_of_file(from_file), *launcher]
-    parser.check(launcher, launch_option_names())
-    options = _parsed(launcher)
+def read_request(parser: TrlParser, argv: list[str]) -> LaunchRequest:
+    """Divide arguments between the script, whose options `parser` knows, and the launcher.
+
+    Options of the launcher in the file of --config are included.
+
+    Raises:
+        ValueError: an option is unknown to both, or has an illegal value.
+    """
+    script_argv: list[str] = []
+    launcher_argv: list[str] = []
+    current: list[str] | None = None
+    for argument in argv:
+        if argument.startswith("--"):
+            is_script_option = parser.knows(option_name(argument))
+            current = script_argv if is_script_option else launcher_argv
+        elif current is None:
+            raise ValueError(f"expected an option that starts with --, not {argument!r}.")
+        current.append(argument)
+    parsed = parser.read(script_argv)
+    parser.check_unknown(parsed.unknown_argv)
+    launcher_argv = [*_launcher_argv_from_file(parsed.unknown_config), *launcher_argv]
+    parser.check_unknown(launcher_argv, launch_option_names())
+    options = _parse_launcher_argv(launcher_argv)
     if options.num_processes is not None and options.num_processes < 1:
         raise ValueError(f"--num_processes {options.num_processes}: at least one is needed.")
     path = options.config_file or default_config_file
     has_config = bool(options.config_file) or os.path.isfile(path)
-    config = read_accelerate_config(path) if has_config else {}
-    return LaunchRequest(script, launcher, values, options, config)
+    return LaunchRequest(
+        script_argv=script_argv,
+        launcher_argv=launcher_argv,
+        values=parsed.values,
+        launcher_options=options,
+        accelerate_config=read_accelerate_config(path) if has_config else {},
+    )
 
 
-def split(parser: TrlParser, words: list[str]) -> tuple[list[str], list[str]]:
-    """The words for the script, and those for `accelerate launch`, with nothing left to guess."""
-    return words_to_start(read_request(parser, words))
+def launch_arguments(request: LaunchRequest) -> LaunchArguments:
+    """Return the arguments of script and launcher, with all options that accelerate would guess."""
+    precision_argv = _precision_argv(request.values, request.launcher_options.mixed_precision)
+    launcher_argv = [*request.launcher_argv, *precision_argv]
+    # With --cpu, accelerate would start a single process, whatever its configuration says.
+    launcher_argv_without_cpu = [argument for argument in launcher_argv if argument != "--cpu"]
+    script_argv = request.script_argv
+    if request.launcher_options.cpu:
+        script_argv = [*script_argv, "--use_cpu"]
+    if request.accelerate_config:
+        several_argv = _several_processes_argv(request)
+        return LaunchArguments(script_argv, [*several_argv, *launcher_argv_without_cpu])
+    defaults = _default_options(request)
+    if defaults["num_processes"] == 1:
+        return LaunchArguments(script_argv, [*to_argv(defaults), *launcher_argv])
+    # accelerate starts several processes on CPUs only with the option for several GPUs.
+    several_argv = ["--multi_gpu"] if request.strategy is None else []
+    return LaunchArguments(
+        script_argv, [*several_argv, *to_argv(defaults), *launcher_argv_without_cpu]
+    )
 
 
-def words_to_start(request: LaunchRequest) -> tuple[list[str], list[str]]:
-    """The words for the script, and those for `accelerate launch`, with nothing left to guess."""
-    precision = _one_precision(request.values, request.options.mixed_precision)
-    launcher = [*request.launcher, *precision]
-    # With --cpu, accelerate would start one process, whatever a configuration says.
-    portable = [word for word in launcher if word != "--cpu"]
-    script = [*request.script, "--use_cpu"] if request.options.cpu else request.script
-    if request.config:
-        return script, [*_processes_of_config(request), *portable]
-    processes, defaults = _defaults(request)
-    if processes == 1:
-        return script, [*as_words(defaults), *launcher]
-    # Accelerate starts several processes on CPUs only under the name of several GPUs.
-    several = ["--multi_gpu"] if request.strategy is None else []
-    return script, [*several, *as_words(defaults), *portable]
+def split_arguments(parser: TrlParser, argv: list[str]) -> LaunchArguments:
+    """Return the arguments that `launch` would give to the script and to `accelerate launch`."""
+    return launch_arguments(read_request(parser, argv))
 
 
-def launch_options(launcher: list[str]) -> dict[str, Any]:
-    """The options that words for `accelerate launch`, and the file they name, amount to.
+def launch_options(launcher_argv: list[str]) -> dict[str, Any]:
+    """Return the options of `accelerate launch` after it has merged its configuration into them.
 
-    accelerate merges both in a private function alone; seen in 1.12 to 1.15.
+    accelerate does this in a private function, checked in 1.12 to 1.15.
     """
-    return vars(_validate_launch_command(_parsed(launcher))[0])
+    return vars(_validate_launch_command(_parse_launcher_argv(launcher_argv))[0])
 
 
-def _words_of_file(values: dict[str, Any]) -> list[str]:
-    """Write what the file holds for `accelerate launch` as words; null stands for nothing."""
-    legal = launch_option_names()
+def _launcher_argv_from_file(values: dict[str, Any]) -> list[str]:
+    """Write the launcher options of a file as arguments, without those that are null."""
+    legal_names = launch_option_names()
     actions = option_actions(_launch_parser())
-    words: list[str] = []
+    argv: list[str] = []
     for name, value in values.items():
         action = actions.get(f"--{name}")
-        if action is not None and action.nargs == 0 and isinstance(value, bool):
-            words += [f"--{name}"] * value
-        elif value is not None or name not in legal:
-            words += as_words({name: "no" if value is False and name in NAMED_NO else value})
-    return words
+        is_flag = action is not None and action.nargs == 0
+        if is_flag and isinstance(value, bool):
+            if value:
+                argv.append(f"--{name}")
+        elif value is not None or name not in legal_names:
+            is_no = value is False and name in OPTIONS_WITH_NO
+            argv += to_argv({name: "no" if is_no else value})
+    return argv
 
 
-def _one_precision(given: dict[str, Any], precision: str | None) -> list[str]:
-    """What lets `--bf16 false` win over what a configuration of accelerate says."""
-    if precision in ("bf16", "fp16") and given.get(precision) is False:
+def _precision_argv(values: dict[str, Any], precision: str | None) -> list[str]:
+    """Return the option by which `--bf16 false` overrides the accelerate configuration."""
+    if precision in ("bf16", "fp16") and values.get(precision) is False:
         raise ValueError(
             f"--mixed_precision {precision} contradicts --{precision} false; leave one of them out."
         )
-    switched_off = given.get("bf16") is False and not given.get("fp16") and precision is None
-    return ["--mixed_precision", "no"] if switched_off else []
+    is_switched_off = values.get("bf16") is False and not values.get("fp16") and precision is None
+    return ["--mixed_precision", "no"] if is_switched_off else []
 
 
-def _processes_of_config(request: LaunchRequest) -> list[str]:
-    """What lets accelerate start several processes under a configuration that is not for several.
+def _several_processes_argv(request: LaunchRequest) -> list[str]:
+    """Return the option by which accelerate starts several processes despite its configuration.
 
-    That is one for several CPUs, or any with --num_processes.
+    It is needed for a configuration of several CPUs, and for any other configuration of a single
+    process with --num_processes.
     """
-    config, options = request.config, request.options
-    is_for_cpus = config.get("distributed_type") == "MULTI_CPU"
-    processes = options.num_processes or (config.get("num_processes", 1) if is_for_cpus else 1)
-    has_mpi = options.mpirun_hostfile or config.get("mpirun_config")
-    return ["--multi_gpu"] if processes > 1 and request.strategy is None and not has_mpi else []
+    config = request.accelerate_config
+    options = request.launcher_options
+    processes = options.num_processes or 1
+    if options.num_processes is None and config.get("distributed_type") == "MULTI_CPU":
+        processes = config.get("num_processes", 1)
+    uses_mpi = options.mpirun_hostfile or config.get("mpirun_config")
+    is_needed = processes > 1 and request.strategy is None and not uses_mpi
+    return ["--multi_gpu"] if is_needed else []
 
 
-def _defaults(request: LaunchRequest) -> tuple[int, dict[str, Any]]:
-    """How many processes a machine without a configuration starts, and options for accelerate."""
-    on_one = 1 if request.on_cpu else max(1, torch.cuda.device_count())
-    processes = request.options.num_processes or on_one
+def _default_options(request: LaunchRequest) -> dict[str, Any]:
+    """Return options for accelerate on a machine without a configuration."""
+    default_processes = 1 if request.on_cpu else max(1, torch.cuda.device_count())
+    processes = request.launcher_options.num_processes or default_processes
     options: dict[str, Any] = SINGLE_MACHINE | {"num_processes": processes}
     if not torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:
-        # Of a machine without GPUs, accelerate would give each process one core.
+        # On a machine without GPUs, accelerate would give each process a single core.
         options["num_cpu_threads_per_process"] = max(1, (os.cpu_count() or 1) // processes)
-    return processes, options
+    return options
 
 
-def _parsed(words: list[str]) -> argparse.Namespace:
-    """Read options of `accelerate launch`, with mistakes as ValueErrors."""
+def _parse_launcher_argv(launcher_argv: list[str]) -> argparse.Namespace:
+    """Parse options of `accelerate launch`; errors are ValueErrors."""
     try:
-        found = _launch_parser().parse_args([*words, "--", SCRIPT])
+        options = _launch_parser().parse_args([*launcher_argv, "--", SCRIPT_PLACEHOLDER])
     except argparse.ArgumentError as error:
         raise ValueError(f"{error}.") from None
-    if found.training_script != SCRIPT:
-        raise ValueError(f"unexpected words: {found.training_script}.")
-    return found
+    if options.training_script != SCRIPT_PLACEHOLDER:
+        raise ValueError(f"unexpected words: {options.training_script}.")
+    return options
 
 
 def _launch_parser() -> argparse.ArgumentParser:
-    """The parser of `accelerate launch`, which also takes `--accelerate_config NAME`."""
+    """Return the parser of `accelerate launch`, extended by `--accelerate_config NAME`."""
     parser: argparse.ArgumentParser = launch_command_parser()
     parser.exit_on_error = False
-    names = ("--accelerate_config", "--accelerate-config")
-    parser.add_argument(*names, dest="config_file", type=find_config, nargs="?", const="")
+    parser.add_argument(
+        "--accelerate_config",
+        "--accelerate-config",
+        dest="config_file",
+        type=find_config,
+        nargs="?",
+        const="",
+    )
     return parser

@@ -1,4 +1,4 @@
-"""`trl lengths`: how long the rows of a dataset are, and what a limit on them would cost."""
+"""`trl lengths`: show how long the rows of a dataset are, and what a limit would cost."""
 
 import json
 import sys
@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from html import escape
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 from ..data.encode import TextEncoder
 from ..data.lengths import LengthProfile, profile_preferences, profile_prompts, profile_supervised
@@ -20,15 +19,17 @@ from ..memory.plan import table
 from ..models.loading import load_tokenizer
 from ..online.prompts import PromptEncoder
 from ..options import option
+from ..trainer.base.base_config import BaseConfig
 from ..trainer.model_config import ModelConfig, tokenizer_source
 from ..trainer.offline.offline_config import OfflineConfig, set_template
 from ..trainer.sft_config import SFTConfig
 from .exit import one_line_errors
-from .memory_plan import build_options, make_plan, parser_for
+from .files import AnyDataset
+from .memory_plan import RunOptions, build_options, make_plan, parser_for
 from .methods import METHODS
 from .train import load_data, take_split
 
-LOST = 0.001  # share of the tokens that a proposed limit may lose
+TOLERATED_LOSS = 0.001  # share of the tokens that a proposed limit may leave out
 
 
 @dataclass
@@ -42,64 +43,91 @@ class LengthsArguments:
     png: str | None = option(None, "File for a chart; needs matplotlib.")
 
 
-def main(words: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> None:
     """Print the lengths of the dataset that the options describe."""
-    words = list(sys.argv[1:] if words is None else words)
-    parser = parser_for(words, LengthsArguments, "lengths")
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = parser_for(argv, LengthsArguments, "lengths")
     with one_line_errors(parser):
-        values, others, rest = parser.read(words)
-        parser.check([*rest, *(f"--{name}" for name in others)])
-        own, script, training, model, mixture = build_options(parser, values, 1)
-        profile = profiled(own, script, training, model, mixture)
-        size = proposed(profile)
-        packs = isinstance(training, SFTConfig) and profile.parts["row"]["p50"] <= size / 2
-        name = "max_length" if isinstance(training, OfflineConfig) else "max_prompt_length"
-        line = f"--{name} {size}" + " --packing" * packs
+        parsed = parser.read(argv)
+        unknown_config = [f"--{name}" for name in parsed.unknown_config]
+        parser.check_unknown([*parsed.unknown_argv, *unknown_config])
+        options = build_options(parser, parsed.values, processes=1)
+        profile = profile_run(options)
+        proposed_options = propose_options(profile, options.training)
+        own = options.own
         if own.json:
-            print(json.dumps(vars(profile) | {"options": line}, indent=1))
+            print(json.dumps(vars(profile) | {"options": proposed_options}, indent=1))
         else:
-            print(f"{described(profile)}\n\nOptions to paste: {line}")
+            print(f"{as_text(profile)}\n\nOptions to paste: {proposed_options}")
         if own.html:
-            Path(own.html).write_text(page(profile, line), encoding="utf-8")
+            Path(own.html).write_text(as_html(profile, proposed_options), encoding="utf-8")
         if own.png:
-            draw(profile, own.png)
+            write_png(profile, own.png)
 
 
-def profiled(
-    own: LengthsArguments, script: Any, training: Any, model: ModelConfig, mixture: Any
-) -> LengthProfile:
+def profile_run(options: RunOptions) -> LengthProfile:
     """Profile the training split as the trainer would prepare it, with the memory of each limit."""
-    splits = load_data(script, mixture)
+    script = options.script
+    training = options.training
+    splits = load_data(script, options.mixture)
     data = take_split(splits, script.dataset_train_split, "--dataset_train_split")
-    given = [*(own.max_lengths or []), *filter(None, [getattr(training, "max_length", None)])]
-    profile = profile_rows(data, model, training, given)
-    plan = make_plan(script, training, model)
-    limits = []
-    for row in profile.limits:
-        peak = Estimate(plan.model, plan.run.of_length(row["max_length"])).peak
-        limits.append(row | {"memory MB": round(peak / 1e6), "fits": peak <= plan.budget})
-    option = "tokens of a prompt" if plan.run.generates else "max_length"
-    largest = next(limit.largest for limit in plan.limits() if limit.option == option)
-    return replace(profile, limits=limits, largest_that_fits=largest)
+    limits = list(options.own.max_lengths or [])
+    max_length = getattr(training, "max_length", None)
+    if max_length:
+        limits.append(max_length)
+    profile = profile_rows(data, options.model, training, limits)
+    plan = make_plan(script, training, options.model)
+    judged_limits = []
+    for limit in profile.limits:
+        run = plan.run.of_length(limit["max_length"])
+        peak = Estimate(plan.model, run).peak
+        judged_limits.append(limit | {"memory MB": round(peak / 1e6), "fits": peak <= plan.budget})
+    limited_option = "tokens of a prompt" if plan.run.generates else "max_length"
+    largest = next(limit.largest for limit in plan.limits() if limit.option == limited_option)
+    return replace(profile, limits=judged_limits, largest_that_fits=largest)
 
 
-def proposed(profile: LengthProfile) -> int:
-    """The shortest judged limit that loses little of the tokens, if the device has room for it."""
-    total = profile.parts.get("trained", profile.parts[next(reversed(profile.parts))])["tokens"]
-    for row in profile.limits:
-        if row["trained lost" if "trained lost" in row else "tokens lost"] <= LOST * total:
+def propose_options(profile: LengthProfile, training: BaseConfig) -> str:
+    """Return the options that a run on these rows should have."""
+    limit = propose_limit(profile)
+    name = "max_length" if isinstance(training, OfflineConfig) else "max_prompt_length"
+    options = f"--{name} {limit}"
+    # Packing pays off if most rows are short. Only the profile of SFT has the part "row".
+    if isinstance(training, SFTConfig) and profile.parts["row"]["p50"] <= limit / 2:
+        options += " --packing"
+    return options
+
+
+def propose_limit(profile: LengthProfile) -> int:
+    """Return the shortest judged limit that leaves out few tokens, if it fits into memory.
+
+    Otherwise, return the largest limit that fits.
+    """
+    last_part = profile.parts[next(reversed(profile.parts))]
+    total = profile.parts.get("trained", last_part)["tokens"]
+    for limit in profile.limits:
+        lost = limit["trained lost"] if "trained lost" in limit else limit["tokens lost"]
+        if lost <= TOLERATED_LOSS * total:
             break
-    return min(row["max_length"], profile.largest_that_fits or row["max_length"])
+    length: int = limit["max_length"]
+    return min(length, profile.largest_that_fits or length)
 
 
-def profile_rows(data: Any, model: ModelConfig, args: Any, limits: Sequence[int]) -> LengthProfile:
-    """Profile a dataset as the trainer of `args` would prepare it; `limits` are judged as well."""
+def profile_rows(
+    data: AnyDataset, model: ModelConfig, args: BaseConfig, limits: Sequence[int]
+) -> LengthProfile:
+    """Profile a dataset as the trainer with the configuration `args` would prepare it.
+
+    Args:
+        limits: limits to judge, besides common ones.
+    """
     tokenizer = load_tokenizer(*tokenizer_source(model), args.trust_remote_code)
     if not isinstance(args, OfflineConfig):
         encode = PromptEncoder(tokenizer, args.chat_template_kwargs)
         return profile_prompts(encode(list(data)).token_ids, args.num_generations, limits)
     set_template(None, tokenizer, args)
-    encoder, processes = TextEncoder(tokenizer), args.dataset_num_proc
+    encoder = TextEncoder(tokenizer)
+    processes = args.dataset_num_proc
     if not isinstance(args, SFTConfig):
         rows = prepare_preferences(data, encoder, num_proc=processes)
         return profile_preferences(rows, limits)
@@ -107,25 +135,25 @@ def profile_rows(data: Any, model: ModelConfig, args: Any, limits: Sequence[int]
     return profile_supervised(rows, limits, args.max_length if args.packing else None)
 
 
-def described(profile: LengthProfile) -> str:
-    """All facts of a profile, as one screen of text."""
-    longest = ", ".join(f"row {row} ({size})" for row, size in profile.longest)
-    parts = [{"part": name} | row for name, row in profile.parts.items()]
-    tables = [
-        [list(rows[0]), *([*map(str, row.values())] for row in rows)]
-        for rows in (parts, profile.limits, profile.padding)
-    ]
+def as_text(profile: LengthProfile) -> str:
+    """Render a profile as text that fits on a screen."""
+    longest = ", ".join(f"row {row} ({length})" for row, length in profile.longest)
+    summary = f"{profile.rows:,} rows, {profile.tokens:,} tokens. Longest: {longest}."
+    part_rows = [{"part": name} | row for name, row in profile.parts.items()]
+    tables = []
+    for rows in (part_rows, profile.limits, profile.padding):
+        header = list(rows[0])
+        tables.append(table([header, *([*map(str, row.values())] for row in rows)]))
     facts = profile.packing | profile.repeated
     if profile.largest_that_fits is not None:
         facts["largest limit that fits the device"] = profile.largest_that_fits
-    said = [f"{name}: {value:.6g}" for name, value in facts.items()] + profile.warnings
-    head = f"{profile.rows:,} rows, {profile.tokens:,} tokens. Longest: {longest}."
-    return "\n\n".join([head, *map(table, tables), "\n".join(said)])
+    fact_lines = [f"{name}: {value:.6g}" for name, value in facts.items()]
+    return "\n\n".join([summary, *tables, "\n".join(fact_lines + profile.warnings)])
 
 
-def page(profile: LengthProfile, options: str) -> str:
-    """A page with the chart and the tables of a profile, and the options that are proposed."""
-    text = escape(described(profile))
+def as_html(profile: LengthProfile, options: str) -> str:
+    """Render a page with the chart, the proposed options and the tables of a profile."""
+    text = escape(as_text(profile))
     return (
         "<!doctype html><html lang=en><meta charset=utf-8><title>Lengths</title>"
         "<style>body{font:15px sans-serif;max-width:60em;margin:2em auto;padding:0 1em}"
@@ -135,38 +163,51 @@ def page(profile: LengthProfile, options: str) -> str:
 
 
 def _svg(profile: LengthProfile) -> str:
-    """Rows by length as bars, and the share of rows up to each length as a line."""
-    edges, rows = profile.histogram["edges"], profile.histogram["rows"]
-    most, total = max(rows), max(sum(rows), 1)
-    # Places are tokens to the right and shares downwards; lines are as thick as without scaling.
-    style = "<style>path{fill:none;vector-effect:non-scaling-stroke}</style>"
-    found = [f'<svg viewBox="0 0 {edges[-1]} 1" preserveAspectRatio="none" role="img" ']
-    found.append(f'width="100%" height="240">{style}')
-    for start, stop, count in zip(edges[:-1], edges[1:], rows, strict=True):
-        found.append(
-            f'<rect x="{start}" y="{1 - count / most:.4f}" width="{stop - start}" '
-            f'height="{count / most:.4f}" fill="#8fb4d9"><title>{start} to {stop - 1} tokens: '
+    """Draw the number of rows by length as bars, and the share of shorter rows as a line."""
+    edges = profile.histogram["edges"]
+    row_counts = profile.histogram["rows"]
+    largest_count = max(row_counts)
+    total = max(sum(row_counts), 1)
+    # The x axis is in tokens and the y axis in shares, from top to bottom. Strokes do not scale.
+    parts = [
+        f'<svg viewBox="0 0 {edges[-1]} 1" preserveAspectRatio="none" role="img" ',
+        'width="100%" height="240">',
+        "<style>path{fill:none;vector-effect:non-scaling-stroke}</style>",
+    ]
+    for start, stop, count in zip(edges[:-1], edges[1:], row_counts, strict=True):
+        height = count / largest_count
+        parts.append(
+            f'<rect x="{start}" y="{1 - height:.4f}" width="{stop - start}" '
+            f'height="{height:.4f}" fill="#8fb4d9"><title>{start} to {stop - 1} tokens: '
             f"{count} rows</title></rect>"
         )
-    shares = zip(edges, accumulate(rows, initial=0), strict=True)
-    line = " ".join(f"{edge},{1 - n / total:.4f}" for edge, n in shares)
-    found.append(f'<path d="M{line}" stroke="#b5482a" />')
-    part = profile.parts[next(reversed(profile.parts))]
-    marks = {name: part[name] for name in ("p50", "p95", "p99")}
-    found += [f'<path d="M{x} 0V1" stroke="#555" stroke-dasharray="3" />' for x in marks.values()]
-    said = ", ".join(f"{name}: {x}" for name, x in marks.items())
-    return "".join(found) + f"</svg><p>0 to {edges[-1]} tokens; dashed: {said}.</p>"
+    cumulative_counts = accumulate(row_counts, initial=0)
+    points = [
+        f"{edge},{1 - count / total:.4f}"
+        for edge, count in zip(edges, cumulative_counts, strict=True)
+    ]
+    parts.append(f'<path d="M{" ".join(points)}" stroke="#b5482a" />')
+    last_part = profile.parts[next(reversed(profile.parts))]
+    percentiles = {name: last_part[name] for name in ("p50", "p95", "p99")}
+    for length in percentiles.values():
+        parts.append(f'<path d="M{length} 0V1" stroke="#555" stroke-dasharray="3" />')
+    dashed = ", ".join(f"{name}: {length}" for name, length in percentiles.items())
+    parts.append(f"</svg><p>0 to {edges[-1]} tokens; dashed: {dashed}.</p>")
+    return "".join(parts)
 
 
-def draw(profile: LengthProfile, png: str) -> None:
-    """Write the same chart as a picture, for which matplotlib is needed."""
-    library = require("matplotlib.figure", "A chart of lengths as PNG")
-    edges, rows = profile.histogram["edges"], profile.histogram["rows"]
-    figure = library.Figure((8, 3), layout="constrained")
+def write_png(profile: LengthProfile, path: str) -> None:
+    """Write the same chart as a PNG file; needs matplotlib."""
+    matplotlib_figure = require("matplotlib.figure", "A chart of lengths as PNG")
+    edges = profile.histogram["edges"]
+    row_counts = profile.histogram["rows"]
+    figure = matplotlib_figure.Figure((8, 3), layout="constrained")
     axes = figure.subplots()
-    axes.stairs(rows, edges, fill=True, alpha=0.5)
+    axes.stairs(row_counts, edges, fill=True, alpha=0.5)
     axes.set(xlabel="tokens of a row", ylabel="rows", xlim=(0, edges[-1]))
-    shares = axes.twinx()
-    shares.plot(edges, [n / max(sum(rows), 1) for n in accumulate(rows, initial=0)], color="C3")
-    shares.set(ylabel="share of rows up to this length", ylim=(0, 1.02))
-    figure.savefig(png, dpi=120)
+    total = max(sum(row_counts), 1)
+    cumulative_shares = [count / total for count in accumulate(row_counts, initial=0)]
+    share_axes = axes.twinx()
+    share_axes.plot(edges, cumulative_shares, color="C3")
+    share_axes.set(ylabel="share of rows up to this length", ylim=(0, 1.02))
+    figure.savefig(path, dpi=120)

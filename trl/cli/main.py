@@ -9,31 +9,31 @@ from .commands import COMMANDS, unknown_command
 from .parser import INTERRUPTED
 
 
-def main(words: list[str] | None = None) -> int:
-    """Run `trl WORDS`, by default those of the process; returns 0 if all went well."""
+def main(argv: list[str] | None = None) -> int:
+    """Run `trl ARGV`, by default with the arguments of this process; return 0 on success."""
     try:
-        _run(list(sys.argv[1:] if words is None else words))
+        _run(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None
-    except BrokenPipeError:  # of `trl completions output | head`: the reader has seen enough
+    except BrokenPipeError:  # for example, `head` in `trl completions output | head` has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(128 + signal.SIGPIPE) from None
     return 0
 
 
-def _run(words: list[str]) -> None:
-    command, rest = (words[0].replace("_", "-"), words[1:]) if words else ("--help", [])
-    if command in ("-h", "--help"):
+def _run(argv: list[str]) -> None:
+    name = argv[0].replace("_", "-") if argv else "--help"
+    if name in ("-h", "--help"):
         print("usage: trl COMMAND [options]\n\ncommands:")
-        for known in COMMANDS.values():
-            print(f"  {known.name:<12} {known.summary}")
+        for command in COMMANDS.values():
+            print(f"  {command.name:<12} {command.summary}")
         print("\noptions:\n  --version    print the version\n")
         print("`trl COMMAND --help` lists the options of a command.")
-    elif command == "--version":
+    elif name == "--version":
         print(import_module("trl").__version__)
-    elif command in COMMANDS:
-        COMMANDS[command].run(rest)
+    elif name in COMMANDS:
+        COMMANDS[name].run(argv[1:])
     else:
-        print(f"trl: error: {unknown_command(command)}", file=sys.stderr)
+        print(f"trl: error: {unknown_command(name)}", file=sys.stderr)
         raise SystemExit(2)

@@ -1,4 +1,4 @@
-"""`trl merge`: merge an adapter into its base model, to get an ordinary model."""
+"""`trl merge`: merge an adapter into its base model, which gives an ordinary model."""
 
 import argparse
 from pathlib import Path
@@ -8,10 +8,10 @@ from .parser import INTERRUPTED, OneLineParser
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
-def main(words: list[str] | None = None) -> None:
-    """Write the merged model, and print where it is."""
+def main(argv: list[str] | None = None) -> None:
+    """Write the merged model, and print its folder."""
     parser = make_parser()
-    options = parser.parse_args(words)
+    options = parser.parse_args(argv)
     from .exit import one_line_errors
 
     with one_line_errors(parser):
@@ -22,7 +22,7 @@ def main(words: list[str] | None = None) -> None:
 
 
 def make_parser() -> OneLineParser:
-    """The options of `trl merge`."""
+    """Return the parser of `trl merge`."""
     parser = OneLineParser(prog="trl merge", allow_abbrev=False, description=__doc__)
     add = parser.add_argument
     add("adapter", help="output folder or checkpoint of a run, or hub id of an adapter")
@@ -51,7 +51,7 @@ def _merge(options: argparse.Namespace) -> None:
 
     from ..models import merging, stored_adapter
 
-    torch.device(options.device)  # before a large model is loaded
+    torch.device(options.device)  # fails for an unknown device before a large model is loaded
     adapter = stored_adapter.read_adapter(options.adapter, options.base_model)
     folder = Path(options.output_dir)
     merging.check_output(folder, adapter)
@@ -65,6 +65,9 @@ def _merge(options: argparse.Namespace) -> None:
     for notice in merged.notices:
         print(notice)
     merging.write_merged(merged, adapter, folder, options.max_shard_size)
-    size = merged.model.num_parameters() / 1e6
+    million_weights = merged.model.num_parameters() / 1e6
     dtype = str(merged.model.dtype).removeprefix("torch.")
-    print(f"{folder}: {size:,.1f} million weights in {dtype}, merged into {adapter.base_model}")
+    print(
+        f"{folder}: {million_weights:,.1f} million weights in {dtype}, merged into "
+        f"{adapter.base_model}"
+    )

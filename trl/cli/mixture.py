@@ -1,4 +1,4 @@
-"""Mixing several datasets into one."""
+"""Mix several datasets into one."""
 
 import dataclasses
 import math
@@ -21,8 +21,8 @@ from datasets import (
 
 from ..data.supervised import SOURCE_COLUMN
 from ..number_format import pluralize
-from .data_files import KINDS, check_encoding, naming_files
-from .files import is_saved, load_dataset_source
+from .data_files import LOADER_OPTIONS, check_encoding, errors_naming_files
+from .files import AnyDataset, is_saved, load_dataset_source
 from .values import ConversionError, convert
 
 # All processes of a run, and a continued run, must keep the same rows for evaluation.
@@ -38,14 +38,15 @@ class DatasetConfig:
     data_dir: str | None = None
     data_files: str | list[str] | dict[str, str] | None = None
     split: str = "train"
-    # Columns that are kept, or new ones alone: a text, or messages, with names of columns in
-    # braces, such as {"prompt": "{instruction}", "completion": "{output}"}. None: all.
+    # A list of columns to keep, or a dictionary of new columns that replace all others: text or
+    # messages with column names in braces, such as
+    # {"prompt": "{instruction}", "completion": "{output}"}. None keeps all columns.
     columns: list[str] | dict[str, Any] | None = None
-    fraction: float | None = None  # its share of the mixture
-    limit: int | None = None  # most rows that are taken, the first ones
-    # How often an epoch has each row: 0.5 has half of them, at random, the same in every run.
+    fraction: float | None = None  # share of the mixture
+    limit: int | None = None  # maximum number of rows; the first ones are taken
+    # How often each row occurs per epoch. With 0.5, a random half occurs, the same in every run.
     weight: float = 1.0
-    source: str | None = None  # its name in the log (`loss/NAME`) and the column `dataset_source`
+    source: str | None = None  # name in the log (`loss/NAME`) and in the column `dataset_source`
 
 
 @dataclass
@@ -53,8 +54,11 @@ class DatasetMixtureConfig:
     """Datasets to concatenate, with their shares, weights and limits.
 
     `datasets` are mappings with the fields of `DatasetConfig`. The rows of the test split are
-    chosen at random, and are the same in every run. ValueError: only some datasets have a fraction,
-    fractions, weights or limits are not positive, or streaming is combined with any but limits.
+    chosen at random, and are the same in every run.
+
+    Raises:
+        ValueError: only some datasets have a fraction; fractions, weights or limits are not
+            positive; or fractions, weights or a test split are combined with streaming.
     """
 
     datasets: list[Any] = field(
@@ -69,12 +73,13 @@ class DatasetMixtureConfig:
 
     def __post_init__(self) -> None:
         _check_test_split(self.test_split_size)
-        self.datasets = [_entry(place, entry) for place, entry in enumerate(self.datasets)]
-        shares = [entry.fraction for entry in self.datasets if entry.fraction is not None]
-        if shares:
-            _check_shares(shares, len(self.datasets))
-        weighted = shares or any(entry.weight != 1 for entry in self.datasets)
-        if self.streaming and (weighted or self.test_split_size is not None):
+        self.datasets = [_read_entry(index, entry) for index, entry in enumerate(self.datasets)]
+        fractions = [entry.fraction for entry in self.datasets if entry.fraction is not None]
+        if fractions:
+            _check_fractions(fractions, len(self.datasets))
+        has_weights = any(entry.weight != 1 for entry in self.datasets)
+        needs_lengths = fractions or has_weights or self.test_split_size is not None
+        if self.streaming and needs_lengths:
             raise ValueError(
                 "datasets: fractions, weights and test_split_size need lengths, so streaming must "
                 "be false."
@@ -86,61 +91,67 @@ def _check_test_split(share: float | None) -> None:
         raise ValueError(f"test_split_size={share} must be a share above 0 and below 1.")
 
 
-def _check_shares(shares: list[float], count: int) -> None:
-    if len(shares) < count:
+def _check_fractions(fractions: list[float], dataset_count: int) -> None:
+    if len(fractions) < dataset_count:
         raise ValueError("datasets: give a fraction to all of them or to none.")
-    if min(shares) < 0 or max(shares) == 0:
+    if min(fractions) < 0 or max(fractions) == 0:
         raise ValueError("datasets: fractions must not be negative, nor all of them 0.")
 
 
-def _entry(place: int, entry: Any) -> DatasetConfig:
+def _read_entry(index: int, entry: DatasetConfig | dict[str, Any]) -> DatasetConfig:
+    """Check an entry of `datasets`; its index is for errors."""
     if not isinstance(entry, DatasetConfig):
-        legal = [f.name for f in dataclasses.fields(DatasetConfig)]
+        legal_names = [field.name for field in dataclasses.fields(DatasetConfig)]
         if not isinstance(entry, dict):
             raise ValueError(
-                f"datasets[{place}]: {entry!r:.80} must be a mapping, such as "
-                f"{{path: DATA.jsonl}}; fields are {', '.join(legal)}."
+                f"datasets[{index}]: {entry!r:.80} must be a mapping, such as "
+                f"{{path: DATA.jsonl}}; fields are {', '.join(legal_names)}."
             )
-        unknown = sorted(set(entry) - set(legal))
+        unknown = sorted(set(entry) - set(legal_names))
         if unknown or "path" not in entry:
             problem = f"unknown field {unknown[0]!r}" if unknown else "no path"
-            raise ValueError(f"datasets[{place}]: {problem}; fields are {', '.join(legal)}.")
-        entry = DatasetConfig(**_with_numbers(place, entry))
-    _check_values(place, entry)
+            raise ValueError(f"datasets[{index}]: {problem}; fields are {', '.join(legal_names)}.")
+        entry = DatasetConfig(**_convert_numbers(index, entry))
+    _check_values(index, entry)
     return entry
 
 
-def _check_values(place: int, entry: DatasetConfig) -> None:
-    for name, least in (("weight", 0), ("limit", 1)):
-        value = getattr(entry, name)
-        if value is not None and (value < least or value == 0):
-            raise ValueError(f"datasets[{place}]: {name} must be above 0, not {value}.")
+def _check_values(index: int, entry: DatasetConfig) -> None:
+    if entry.weight <= 0:
+        raise ValueError(f"datasets[{index}]: weight must be above 0, not {entry.weight}.")
+    if entry.limit is not None and entry.limit < 1:
+        raise ValueError(f"datasets[{index}]: limit must be above 0, not {entry.limit}.")
     if not isinstance(entry.columns, list | dict | None):
         raise ValueError(
-            f"datasets[{place}]: columns must be a list of names, or a mapping of new columns to "
+            f"datasets[{index}]: columns must be a list of names, or a mapping of new columns to "
             f"texts such as '{{question}}', not {entry.columns!r:.80}."
         )
 
 
-def _with_numbers(place: int, entry: dict[str, Any]) -> dict[str, Any]:
-    """Convert numbers that YAML reads as text, such as 1e3; a ValueError names what is none."""
-    types = typing.get_type_hints(DatasetConfig)
+def _convert_numbers(index: int, entry: dict[str, Any]) -> dict[str, Any]:
+    """Convert numbers that YAML reads as text, such as 1e3."""
+    annotations = typing.get_type_hints(DatasetConfig)
     numbers = {}
     for name in ("fraction", "limit", "weight"):
         if name in entry:
             try:
-                numbers[name] = convert(entry[name], types[name])
+                numbers[name] = convert(entry[name], annotations[name])
             except ConversionError as error:
-                raise ValueError(f"datasets[{place}]: {name}: {error}.") from None
+                raise ValueError(f"datasets[{index}]: {name}: {error}.") from None
     return entry | numbers
 
 
 def get_dataset(mixture_config: DatasetMixtureConfig) -> DatasetDict | IterableDatasetDict:
     """Load and concatenate the datasets of a mixture.
 
-    With fractions, as many rows are taken as the scarcest dataset allows, the first ones of each.
-    Limits come before fractions, and weights after them. There is a split "train", and "test" if
-    `test_split_size` is set. ValueError: the mixture is empty.
+    Limits are applied first, then fractions, then weights. With fractions, the mixture is as large
+    as the scarcest dataset allows; the first rows of each dataset are taken.
+
+    Returns:
+        The split "train", and a split "test" if `test_split_size` is set.
+
+    Raises:
+        ValueError: the mixture is empty.
     """
     entries = mixture_config.datasets
     if not entries:
@@ -148,20 +159,25 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> DatasetDict | IterableD
     loaded = [_load(entry, mixture_config.streaming) for entry in entries]
     if entries[0].fraction is not None:
         loaded = _take_fractions(loaded, [entry.fraction for entry in entries])
-    names = any(entry.source for entry in entries)
-    pairs = zip(loaded, entries, strict=True)
-    combined = concatenate_datasets([_changed(part, entry, names) for part, entry in pairs])
+    names_sources = any(entry.source for entry in entries)
+    weighted = []
+    for dataset, entry in zip(loaded, entries, strict=True):
+        dataset = _repeat_rows(dataset, entry.weight)
+        weighted.append(_add_source_column(dataset, entry) if names_sources else dataset)
+    combined = concatenate_datasets(weighted)
     if mixture_config.test_split_size is not None:
         return hold_out(combined, mixture_config.test_split_size)
-    kind = IterableDatasetDict if mixture_config.streaming else DatasetDict
-    return kind({"train": combined})
+    splits_class = IterableDatasetDict if mixture_config.streaming else DatasetDict
+    return splits_class({"train": combined})
 
 
-def hold_out(dataset: Any, share: float) -> DatasetDict:
-    """Split a dataset into "train" and "test", of which "test" has a share of the rows.
+def hold_out(dataset: AnyDataset, share: float) -> DatasetDict:
+    """Move a share of the rows from "train" to a new split "test".
 
-    They are chosen at random, and are the same in every run. ValueError: it is a stream, or has
-    not even two rows.
+    The rows are chosen at random, and are the same in every run.
+
+    Raises:
+        ValueError: the dataset is a stream, or has fewer than two rows.
     """
     if not isinstance(dataset, Dataset):
         raise ValueError(
@@ -175,10 +191,11 @@ def hold_out(dataset: Any, share: float) -> DatasetDict:
     return dataset.train_test_split(rows, seed=SPLIT_SEED)
 
 
-def _load(entry: DatasetConfig, streaming: bool) -> Any:
+def _load(entry: DatasetConfig, streaming: bool) -> AnyDataset:
+    """Load one dataset of the mixture, with its limit and columns."""
     path = Path(entry.path).expanduser()
-    # A name with the ending of a file is none of the hub, so that its absence is told at once.
-    if path.is_file() or is_saved(path) or path.suffix in KINDS:
+    # A name with the ending of a data file is not a hub id, so a missing file is an error at once.
+    if path.is_file() or is_saved(path) or path.suffix in LOADER_OPTIONS:
         splits = load_dataset_source(entry.path, entry.name, streaming, "datasets: path")
         if entry.split not in splits:
             raise ValueError(
@@ -186,26 +203,32 @@ def _load(entry: DatasetConfig, streaming: bool) -> Any:
             )
         dataset = splits[entry.split]
     else:
-        names = ("path", "name", "data_dir", "data_files", "split")
-        options = {name: getattr(entry, name) for name in names}
-        place, files = f"datasets: {entry.data_files or entry.path}", _local_files(entry.data_files)
-        check_encoding(place, files)
-        with naming_files(place, files):
-            dataset = load_dataset(**options, streaming=streaming)
+        subject = f"datasets: {entry.data_files or entry.path}"
+        files = _local_files(entry.data_files)
+        check_encoding(subject, files)
+        with errors_naming_files(subject, files):
+            dataset = load_dataset(
+                path=entry.path,
+                name=entry.name,
+                data_dir=entry.data_dir,
+                data_files=entry.data_files,
+                split=entry.split,
+                streaming=streaming,
+            )
     if entry.limit is not None:
         dataset = dataset.take(entry.limit)
     if isinstance(entry.columns, dict):
-        dataset = _with_new_columns(dataset, entry.columns)
+        dataset = _replace_columns(dataset, entry.columns)
     elif entry.columns is not None:
         dataset = dataset.select_columns(entry.columns)
-    return _with_plain_strings(dataset)
+    return _use_plain_strings(dataset)
 
 
-def _with_new_columns(dataset: Any, templates: dict[str, Any]) -> Any:
-    """Rows with new columns alone, made of the others."""
+def _replace_columns(dataset: AnyDataset, templates: dict[str, Any]) -> AnyDataset:
+    """Replace all columns by new ones that are filled from them."""
     names = dataset.column_names or [*next(iter(dataset), ())]
     try:
-        fill_columns(dict.fromkeys(names, ""), templates)
+        fill_columns(dict.fromkeys(names, ""), templates)  # fails if a template names no column
     except (KeyError, IndexError, ValueError) as error:
         raise ValueError(
             f"datasets: columns={templates!r:.200}: {error} is no column; the dataset has "
@@ -216,50 +239,62 @@ def _with_new_columns(dataset: Any, templates: dict[str, Any]) -> Any:
 
 
 def fill_columns(row: dict[str, Any], templates: dict[str, Any]) -> dict[str, Any]:
-    """Fill the columns of a row, a missing value as nothing, into texts, also those of messages.
+    """Make new columns: fill the values of a row into text templates, also in nested messages.
 
-    White space around a filled text is cut off.
+    A missing value becomes empty text. White space around a filled text is removed.
     """
     values = {name: "" if value is None else value for name, value in row.items()}
 
-    def fill(template: Any) -> Any:
+    def fill(template: object) -> object:
         if isinstance(template, str):
             return template.format_map(values).strip()
         if isinstance(template, dict):
             return {name: fill(value) for name, value in template.items()}
-        return [fill(value) for value in template] if isinstance(template, list) else template
+        if isinstance(template, list):
+            return [fill(value) for value in template]
+        return template
 
     return {name: fill(template) for name, template in templates.items()}
 
 
-def _with_plain_strings(dataset: Any) -> Any:
-    """Texts of CSV are of a type of their own, with which others cannot be concatenated."""
+def _use_plain_strings(dataset: AnyDataset) -> AnyDataset:
+    """Convert columns of type "large_string", as CSV files have, to "string".
+
+    Datasets with different types cannot be concatenated.
+    """
     features = dataset.features or {}
-    large = [name for name, kind in features.items() if kind == Value("large_string")]
-    plain = features | dict.fromkeys(large, Value("string"))
-    return dataset.cast(Features(plain)) if large else dataset
+    large = [name for name, feature in features.items() if feature == Value("large_string")]
+    if not large:
+        return dataset
+    return dataset.cast(Features(features | dict.fromkeys(large, Value("string"))))
 
 
-def _local_files(data_files: Any) -> list[Path]:
-    """The files here among some data files; others are addresses or patterns."""
+def _local_files(data_files: str | list[str] | dict[str, Any] | None) -> list[Path]:
+    """Return the local files among data files. The others are URLs or patterns."""
     if isinstance(data_files, dict):
         return [file for files in data_files.values() for file in _local_files(files)]
     names = [data_files] if isinstance(data_files, str) else data_files or []
     return [path for path in map(Path, names) if path.is_file()]
 
 
-def _changed(dataset: Any, entry: DatasetConfig, names: bool) -> Any:
-    """Each row as often as its weight says, and with the name of its dataset."""
-    if entry.weight != 1:
-        whole, rest = divmod(round(entry.weight * len(dataset)), max(len(dataset), 1))
-        chosen = np.random.default_rng(SPLIT_SEED).permutation(len(dataset))[:rest]
-        dataset = dataset.select([*range(len(dataset))] * whole + sorted(chosen.tolist()))
+def _repeat_rows(dataset: AnyDataset, weight: float) -> AnyDataset:
+    """Repeat each row as often as the weight says; a remainder takes a random part of the rows."""
+    if weight == 1:
+        return dataset
+    rows = len(dataset)
+    repeats, remainder = divmod(round(weight * rows), max(rows, 1))
+    chosen = np.random.default_rng(SPLIT_SEED).permutation(rows)[:remainder]
+    return dataset.select([*range(rows)] * repeats + sorted(chosen.tolist()))
+
+
+def _add_source_column(dataset: AnyDataset, entry: DatasetConfig) -> AnyDataset:
     name = entry.source or entry.name or entry.path.rstrip("/").split("/")[-1]
-    return dataset.map(lambda row: {SOURCE_COLUMN: name}) if names else dataset
+    return dataset.map(lambda row: {SOURCE_COLUMN: name})
 
 
-def _take_fractions(datasets: list[Any], fractions: list[float]) -> list[Any]:
-    weights = [fraction / sum(fractions) for fraction in fractions]
-    pairs = list(zip(datasets, weights, strict=True))
-    total = min(len(dataset) / weight for dataset, weight in pairs if weight > 0)
-    return [dataset.select(range(round(weight * total))) for dataset, weight in pairs]
+def _take_fractions(datasets: list[AnyDataset], fractions: list[float]) -> list[AnyDataset]:
+    """Take the first rows of each dataset, as many as possible in the given proportions."""
+    shares = [fraction / sum(fractions) for fraction in fractions]
+    pairs = list(zip(datasets, shares, strict=True))
+    total = min(len(dataset) / share for dataset, share in pairs if share > 0)
+    return [dataset.select(range(round(share * total))) for dataset, share in pairs]

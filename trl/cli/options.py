@@ -1,7 +1,7 @@
-"""The options of a dataclass, and dataclasses made from sources that are not imported.
+"""Read the options of dataclasses, also from source files that are not imported.
 
-A source tells names, types, defaults and help without importing torch and transformers, which takes
-longer than a user should wait for the news of a misspelled option.
+A source file gives names, types, defaults and help of options without importing torch and
+transformers. Importing them takes seconds, too long for an error about a misspelled option.
 """
 
 import argparse
@@ -13,15 +13,17 @@ import importlib
 import importlib.util
 import inspect
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-# Where a class is that its package exports from elsewhere.
-HOMES = {"transformers.TrainingArguments": "transformers.training_args.TrainingArguments"}
+# For a class that its package exports from another module, the path in that module.
+DEFINING_MODULES = {
+    "transformers.TrainingArguments": "transformers.training_args.TrainingArguments"
+}
 
 
 @dataclass(frozen=True)
@@ -33,35 +35,43 @@ class Option:
     default: Any  # `dataclasses.MISSING` if the option is required
     help: str
     choices: tuple[Any, ...] = ()  # empty if all values of the type are legal
-    owner: type = object  # the class that declares it last
-    is_foreign: bool = False  # that class is of another package than the one with the option
+    owner: type = object  # the last class that declares the option
+    is_foreign: bool = False  # whether `owner` is from another package than the dataclass
 
 
-def options_of(kind: type) -> list[Option]:
-    """Read a dataclass: its own options first, then those of its bases."""
-    hints = typing.get_type_hints(kind)
-    left = {field.name: field for field in dataclasses.fields(kind) if field.init}
+def options_of(dataclass_type: type) -> list[Option]:
+    """Return the options of a dataclass: first its own, then those of its bases."""
+    hints = typing.get_type_hints(dataclass_type)
+    remaining = {field.name: field for field in dataclasses.fields(dataclass_type) if field.init}
     options = []
-    for owner in kind.__mro__:
-        is_foreign = _package(owner) != _package(kind)
-        for name in filter(left.__contains__, inspect.get_annotations(owner)):
-            field = left.pop(name)
+    for owner in dataclass_type.__mro__:
+        for name in inspect.get_annotations(owner):
+            if name not in remaining:
+                continue
+            field = remaining.pop(name)
             factory = field.default_factory
-            default = factory() if callable(factory) else field.default
-            text, choices = field.metadata.get("help", ""), field.metadata.get("choices")
-            choices = tuple(choices) if isinstance(choices, Iterable) else ()
-            options.append(Option(name, hints[name], default, text, choices, owner, is_foreign))
+            choices = field.metadata.get("choices")
+            option = Option(
+                name=name,
+                annotation=hints[name],
+                default=factory() if callable(factory) else field.default,
+                help=field.metadata.get("help", ""),
+                choices=tuple(choices) if isinstance(choices, Iterable) else (),
+                owner=owner,
+                is_foreign=_package_of(owner) != _package_of(dataclass_type),
+            )
+            options.append(option)
     return options
 
 
 def class_from_source(path: str) -> type:
-    """Make a dataclass with the options of the one at a path, which is not imported."""
-    module, _, name = HOMES.get(path, path).rpartition(".")
-    return _source(module)[name]
+    """Make a dataclass with the same options as the one at a path, without importing it."""
+    module, _, name = DEFINING_MODULES.get(path, path).rpartition(".")
+    return _names_of_module(module)[name]
 
 
-class _Computed(type):
-    """What can be called and have attributes, without any effect."""
+class _UnknownValueType(type):
+    """Type of `UnknownValue`, which can be called and has every attribute."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         return cls
@@ -75,131 +85,167 @@ class _Computed(type):
         return "computed"
 
 
-class Computed(metaclass=_Computed):
-    """Stands for a default or a type that only an import would tell."""
+class UnknownValue(metaclass=_UnknownValueType):
+    """Placeholder for a default or a type that is known only after an import.
+
+    Calling it or reading an attribute returns the placeholder again. Help shows it as "computed".
+    """
 
 
-class _Source(dict):
-    """What the names in a module stand for, as far as its source tells."""
+class _ModuleNames(dict[str, Any]):
+    """The values of the names in a module, as far as its source shows them.
+
+    Values are computed when they are first looked up. It serves as the namespace in which
+    expressions of the module are evaluated.
+    """
 
     def __init__(self, module: str):
         super().__init__()
         self.module = module
-        file, self._package = _located(module)
-        nodes = ast.parse(file.read_text(encoding="utf-8")).body
-        self._classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
-        self._constants = _assigned(nodes)
-        self._imported = {
-            x.asname or x.name: f"{self._home(node)}.{x.name}"
-            for node in nodes
+        file, self._package = _locate_module(module)
+        statements = ast.parse(file.read_text(encoding="utf-8")).body
+        self._classes = {node.name: node for node in statements if isinstance(node, ast.ClassDef)}
+        self._constants = _assigned_names(statements)
+        # For each imported name, the path of what it refers to.
+        self._imported_paths = {
+            alias.asname or alias.name: f"{self._imported_module(node)}.{alias.name}"
+            for node in statements
             if isinstance(node, ast.ImportFrom)
-            for x in node.names
+            for alias in node.names
         }
 
-    def _home(self, node: ast.ImportFrom) -> str:
-        above = self._package[: len(self._package) + 1 - node.level] if node.level else []
-        return ".".join([*above, *filter(None, [node.module])])
+    def _imported_module(self, node: ast.ImportFrom) -> str:
+        parents: list[str] = []
+        if node.level:
+            parents = self._package[: len(self._package) + 1 - node.level]
+        return ".".join([*parents, *filter(None, [node.module])])
 
     def __contains__(self, name: object) -> bool:
         return name in self._classes or name in self._constants
 
     def __missing__(self, name: str) -> Any:
-        self[name] = self._found(name)
+        self[name] = self._look_up(name)
         return self[name]
 
-    def _found(self, name: str) -> Any:
-        for known in (typing, builtins, dataclasses):
-            if hasattr(known, name):
-                return getattr(known, name)
+    def _look_up(self, name: str) -> Any:
+        for standard_module in (typing, builtins, dataclasses):
+            if hasattr(standard_module, name):
+                return getattr(standard_module, name)
         if name in self._constants:
-            return self._value(self._constants[name])
+            return self._evaluate(self._constants[name])
         if name in self._classes:
-            return self._class(self._classes[name])
-        path = self._imported.get(name, "")
-        module, _, known_as = HOMES.get(path, path).rpartition(".")
+            return self._make_class(self._classes[name])
+        path = self._imported_paths.get(name, "")
+        module, _, name_there = DEFINING_MODULES.get(path, path).rpartition(".")
         package = module.partition(".")[0]
-        if package in ("trl", "transformers") and known_as in _source(module):
-            return _source(module)[known_as]
-        # Functions of this package alone are imported, to be called.
-        return getattr(importlib.import_module(module), known_as) if package == "trl" else Computed
+        if package in ("trl", "transformers") and name_there in _names_of_module(module):
+            return _names_of_module(module)[name_there]
+        if package == "trl":  # functions of this package that are called to compute a value
+            return getattr(importlib.import_module(module), name_there)
+        return UnknownValue
 
-    def _value(self, expression: ast.expr) -> Any:
-        with suppress(Exception):  # of what is done with values that only an import would tell
+    def _evaluate(self, expression: ast.expr) -> Any:
+        with suppress(Exception):  # an operation on an `UnknownValue` may raise any error
             return eval(compile(ast.Expression(expression), self.module, "eval"), {}, self)
-        return Computed
+        return UnknownValue
 
-    def _class(self, node: ast.ClassDef) -> type:
-        """A dataclass with the same fields and old names, or an enumeration of the same values."""
-        constants = _assigned(node.body)
+    def _make_class(self, node: ast.ClassDef) -> type:
+        """Make a dataclass with the same fields and legacy options, or an equal enumeration."""
+        constants = _assigned_names(node.body)
         if any("Enum" in ast.unparse(base) for base in node.bases):
-            names = {name: x.value for name, x in constants.items() if isinstance(x, ast.Constant)}
-            return enum.Enum(node.name, names)  # type: ignore[misc,return-value]
-        fields = [
-            (ast.unparse(x.target), *map(self._value, filter(None, (x.annotation, x.value))))
-            for x in node.body
-            if isinstance(x, ast.AnnAssign)
-        ]
+            members = {
+                name: expression.value
+                for name, expression in constants.items()
+                if isinstance(expression, ast.Constant)
+            }
+            return enum.Enum(node.name, members)  # type: ignore[misc,return-value]
+        fields: list[Any] = []
+        for statement in node.body:
+            if isinstance(statement, ast.AnnAssign):
+                name = ast.unparse(statement.target)
+                annotation = self._evaluate(statement.annotation)
+                if statement.value is None:
+                    fields.append((name, annotation))
+                else:
+                    fields.append((name, annotation, self._evaluate(statement.value)))
         namespace: dict[str, Any] = {"__module__": self.module, "__doc__": ast.get_docstring(node)}
         if "legacy_options" in constants:
-            namespace["legacy_options"] = self._value(constants["legacy_options"])
-        bases = tuple(x for x in map(self._value, node.bases) if x is not Computed)
+            namespace["legacy_options"] = self._evaluate(constants["legacy_options"])
+        bases = [self._evaluate(base) for base in node.bases]
         return dataclasses.make_dataclass(
-            node.name, fields, bases=bases, namespace=namespace, init=False, repr=False, eq=False
+            node.name,
+            fields,
+            bases=tuple(base for base in bases if base is not UnknownValue),
+            namespace=namespace,
+            init=False,
+            repr=False,
+            eq=False,
         )
 
 
-_source = cache(_Source)
+_names_of_module = cache(_ModuleNames)
 
 
-def _located(module: str) -> tuple[Path, list[str]]:
-    """The file of a module, and the package it belongs to."""
-    words = module.split(".")
-    spec = importlib.util.find_spec(words[0])
-    place = Path(str(spec and spec.origin)).parent.joinpath(*words[1:])
-    if place.is_dir():
-        return place / "__init__.py", words
-    return place.with_suffix(".py"), words[:-1]
+def _locate_module(module: str) -> tuple[Path, list[str]]:
+    """Return the file of a module, and the names of the packages that contain it."""
+    names = module.split(".")
+    spec = importlib.util.find_spec(names[0])
+    path = Path(str(spec and spec.origin)).parent.joinpath(*names[1:])
+    if path.is_dir():
+        return path / "__init__.py", names
+    return path.with_suffix(".py"), names[:-1]
 
 
-def _assigned(nodes: list[ast.stmt]) -> dict[str, ast.expr]:
-    return {ast.unparse(x.targets[0]): x.value for x in nodes if isinstance(x, ast.Assign)}
+def _assigned_names(statements: Sequence[ast.stmt]) -> dict[str, ast.expr]:
+    """Return the expression assigned to each name."""
+    return {
+        ast.unparse(statement.targets[0]): statement.value
+        for statement in statements
+        if isinstance(statement, ast.Assign)
+    }
 
 
-def _package(kind: type) -> str:
-    return kind.__module__.partition(".")[0]
+def _package_of(class_: type) -> str:
+    return class_.__module__.partition(".")[0]
 
 
 def option_groups(options: Iterable[Option]) -> list[tuple[str, list[Option]]]:
-    """Title and options of each class that declares some; those of other packages come last."""
+    """Group options by the class that declares them, with a title; other packages come last."""
     unique: dict[str, Option] = {}
     for option in options:
         unique.setdefault(option.name, option)
     groups: dict[str, list[Option]] = {}
     for option in sorted(unique.values(), key=lambda option: option.is_foreign):
-        groups.setdefault(title(option), []).append(option)
+        groups.setdefault(group_title(option), []).append(option)
     return list(groups.items())
 
 
-def title(option: Option) -> str:
-    """What the options of a class are called: the first line that describes it."""
-    owner, text = option.owner, inspect.getdoc(option.owner) or ""
-    if option.is_foreign or text.startswith(f"{owner.__name__}("):  # as dataclasses describe it
-        return f"options of {_package(owner)}.{owner.__name__}"
-    return text.splitlines()[0].rstrip(".").replace("`", "")
+def group_title(option: Option) -> str:
+    """Return the title of the group of an option: the first line of its class's docstring."""
+    owner = option.owner
+    docstring = inspect.getdoc(owner) or ""
+    is_generated = docstring.startswith(f"{owner.__name__}(")  # by `dataclass`
+    if option.is_foreign or is_generated:
+        return f"options of {_package_of(owner)}.{owner.__name__}"
+    return docstring.splitlines()[0].rstrip(".").replace("`", "")
 
 
 def option_actions(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
-    """What a parser does with each option, by its words such as "--config"; Python 3.11 to 3.13."""
+    """Return the actions of a parser by option string, such as "--config"; Python 3.11 to 3.13."""
     return parser._option_string_actions
 
 
-def short_help(parser: argparse.ArgumentParser, groups: Mapping[str, Iterable[str]]) -> str:
-    """Help on some options, in sections with a title."""
-    # Options come in the order in which they were added, and the first of a name is its own.
-    named = {action.dest: action for action in reversed(option_actions(parser).values())}
+def short_help(parser: argparse.ArgumentParser, sections: Mapping[str, Iterable[str]]) -> str:
+    """Format the help of some options.
+
+    Args:
+        sections: for each title, the names of its options.
+    """
+    # Reversed, so that --no_x, which was added after --x for the same name, does not replace it.
+    actions = {action.dest: action for action in reversed(option_actions(parser).values())}
     formatter = parser.formatter_class(prog=parser.prog)
-    for name, options in groups.items():
-        formatter.start_section(name)
-        formatter.add_arguments([named[option] for option in options])
+    for title, names in sections.items():
+        formatter.start_section(title)
+        formatter.add_arguments([actions[name] for name in names])
         formatter.end_section()
     return formatter.format_help()

@@ -1,4 +1,7 @@
-"""Dataclasses as command lines and YAML files, with the true type of every option."""
+"""Parse dataclasses from the command line and YAML files, with the true type of every option.
+
+In names of this folder, `argv` is a list of command-line arguments, as in `sys.argv[1:]`.
+"""
 
 import argparse
 import ast
@@ -10,10 +13,10 @@ import signal
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import MISSING
+from dataclasses import MISSING, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import yaml
 
@@ -21,39 +24,62 @@ from ..suggestions import commonly_meant
 from .options import Option, option_actions, option_groups, options_of
 from .values import ConversionError, convert, is_flag, is_sequence, read_config
 
-INTERRUPTED = 128 + signal.SIGINT  # status of a process that Ctrl-C has ended
-NUMBER = re.compile(r"^-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$|^-inf$")
+INTERRUPTED = 128 + signal.SIGINT  # exit status of a process that Ctrl-C has ended
+NEGATIVE_NUMBER = re.compile(r"^-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$|^-inf$")
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """A parser that reports a mistake in one line."""
+    """An argument parser that reports an error in one line, without its usage."""
 
     def error(self, message: str) -> NoReturn:
         """Print one line and end the process with status 2."""
-        option = re.sub(r"^argument (--[^/:]+)[^:]*:", r"\1:", message)
-        self.exit(2, f"{self.prog}: error: {option}\n")
+        text = re.sub(r"^argument (--[^/:]+)[^:]*:", r"\1:", message)
+        self.exit(2, f"{self.prog}: error: {text}\n")
 
     @property
     def names(self) -> list[str]:
         """Names of all options, with underscores."""
-        return self.all_names
+        return [action.dest for action in self._actions if action.option_strings]
 
     @property
     def all_names(self) -> list[str]:
-        """Names of all options, with underscores, and those that earlier releases had for them."""
-        return [action.dest for action in self._actions if action.option_strings]
+        """Names of all options, including the names that earlier releases used."""
+        return self.names
+
+
+class OptionGroup(Protocol):
+    """A parser or a group of options in its help."""
+
+    def add_argument(self, name: str, **details: Any) -> Any:
+        """Add an option."""
+
+
+@dataclass
+class ParsedOptions:
+    """The options that were given on the command line and in the file of `--config`."""
+
+    values: dict[str, Any]  # the given options, converted to their types
+    errors: list[str]  # one for each value that does not fit its option
+    unknown_config: dict[str, Any]  # entries of the file that are not options
+    unknown_argv: list[str]  # command-line arguments that belong to no option
+
+    @property
+    def unknown(self) -> list[str]:
+        """What belongs to no option, as command-line arguments: from the file, then the others."""
+        return [*to_argv(self.unknown_config), *self.unknown_argv]
 
 
 class TrlParser(OneLineParser):
     """Parses dataclasses from the command line and from a YAML file given by `--config`.
 
-    The command line wins over the file, the file over the defaults. An `env` mapping of the file
-    is put into the environment first. Errors are one line and name the closest options.
+    The command line has precedence over the file, and the file over the defaults. An `env` mapping
+    in the file is put into the environment first. Errors are one line and name the closest options.
 
-    `dataclass_types` is one or several, without a field called `config`; their attribute
-    `legacy_options` lists old names of fields with the new ones, if there are any. `commands_with`
-    names the commands that have an option, for errors; `kwargs` are those of
-    `argparse.ArgumentParser`.
+    Args:
+        dataclass_types: one dataclass or several, without a field called `config`. Their attribute
+            `legacy_options`, if there is one, maps old names of fields to new ones.
+        commands_with: returns the commands that have an option, to name them in errors.
+        **kwargs: arguments of `argparse.ArgumentParser`.
 
     ```python
     parser = TrlParser((ScriptArguments, RLOOConfig, ModelConfig))
@@ -63,37 +89,46 @@ class TrlParser(OneLineParser):
 
     def __init__(
         self,
-        dataclass_types: Any = (),
+        dataclass_types: type | Iterable[type] = (),
         *,
         commands_with: Callable[[str], list[str]] | None = None,
         **kwargs: Any,
     ):
         self._commands_with = commands_with
         super().__init__(allow_abbrev=False, **({"usage": "%(prog)s [options]"} | kwargs))
-        self._negative_number_matcher = NUMBER
-        many = isinstance(dataclass_types, Iterable)
-        self.dataclass_types = tuple(dataclass_types) if many else (dataclass_types,)
+        self._negative_number_matcher = NEGATIVE_NUMBER
+        if isinstance(dataclass_types, type):
+            dataclass_types = (dataclass_types,)
+        self.dataclass_types = tuple(dataclass_types)
         self._options: dict[str, Option] = {}
-        self._legacy: set[str] = set()
+        self._legacy_names: set[str] = set()
         self._defaults_from_config: dict[str, Any] = {}
-        self._files: dict[str, str] = {}  # for names in a file that are not options: its path
+        self._config_paths: dict[str, str] = {}  # for each unknown entry of a file, the file's path
         self.add_argument("--config", help="YAML file with options; the command line wins.")
-        found = []
-        for kind in self.dataclass_types:
-            found += options_of(kind)
-            if "config" in _field_names(kind):
-                raise ValueError(f"{kind.__name__} must not have a field called config.")
-        for title, options in option_groups(found):
+        self._add_options_of_dataclasses()
+
+    def _add_options_of_dataclasses(self) -> None:
+        all_options = []
+        for dataclass_type in self.dataclass_types:
+            all_options += options_of(dataclass_type)
+            if "config" in _init_fields(dataclass_type):
+                raise ValueError(f"{dataclass_type.__name__} must not have a field called config.")
+        for title, options in option_groups(all_options):
             group = self.add_argument_group(title)
             for option in options:
-                self._add(group, option)
-        hidden: dict[str, Any] = {"action": "store_false"}
-        hidden |= dict.fromkeys(("default", "help"), argparse.SUPPRESS)
+                self._add_option(group, option)
         for option in self._options.values():
-            if is_flag(option.annotation) and f"no_{option.name}" not in self._options:
-                self.add_argument(f"--no_{option.name}", dest=option.name, **hidden)
-        for kind in self.dataclass_types:
-            self._add_legacy(getattr(kind, "legacy_options", {}))
+            negation = f"no_{option.name}"
+            if is_flag(option.annotation) and negation not in self._options:
+                self.add_argument(
+                    f"--{negation}",
+                    dest=option.name,
+                    action="store_false",
+                    default=argparse.SUPPRESS,
+                    help=argparse.SUPPRESS,
+                )
+        for dataclass_type in self.dataclass_types:
+            self._add_legacy_options(getattr(dataclass_type, "legacy_options", {}))
 
     def parse_args_and_config(
         self,
@@ -102,154 +137,184 @@ class TrlParser(OneLineParser):
         fail_with_unknown_args: bool = True,
         separate_remaining_strings: bool = False,
     ) -> tuple[Any, ...]:
-        """Build the dataclasses from the words `args`, by default the process's, and the file.
+        """Build the dataclasses from the arguments, by default those of the process, and the file.
 
-        After them come a namespace of options that `add_argument` added, and, if asked for, the
-        words that no dataclass knows, or those of the file and of the command line apart. A
-        ValueError names unknown options; a value that does not fit ends the process with status 2.
+        A value that does not fit its option ends the process with status 2.
+
+        Returns:
+            The dataclasses, then a namespace of the options that `add_argument` added, if any, then
+            the arguments that are not options, if `return_remaining_strings`: in one list, or
+            those of the file and of the command line in separate lists.
+
+        Raises:
+            ValueError: there are unknown options; the error names them.
         """
         try:
-            values, others, from_line = self.read(args)
+            parsed = self.read(args)
         except ConversionError as error:
             self.error(str(error))
-        from_file = as_words(others)
-        unused = [*from_file, *from_line]
         if fail_with_unknown_args and not return_remaining_strings:
-            self.check(unused)
-        built = self.build(values)
-        own = {name: value for name, value in values.items() if name not in self._options}
-        if own:
-            built = (*built, argparse.Namespace(**own))
+            self.check_unknown(parsed.unknown)
+        result = self.build(parsed.values)
+        other_values = {
+            name: value for name, value in parsed.values.items() if name not in self._options
+        }
+        if other_values:
+            result = (*result, argparse.Namespace(**other_values))
         if not return_remaining_strings:
-            return built
-        return (*built, from_file, from_line) if separate_remaining_strings else (*built, unused)
+            return result
+        if separate_remaining_strings:
+            return (*result, to_argv(parsed.unknown_config), parsed.unknown_argv)
+        return (*result, parsed.unknown)
 
     def parse_args_into_dataclasses(
         self, args: Sequence[str] | None = None, return_remaining_strings: bool = False
     ) -> tuple[Any, ...]:
-        """The same under the name that `transformers.HfArgumentParser` uses."""
+        """Do the same as `parse_args_and_config`, under the name in `HfArgumentParser`."""
         return self.parse_args_and_config(args, return_remaining_strings)
 
     def set_defaults_with_config(self, **values: Any) -> list[str]:
-        """Take defaults for options; return those of no option as command-line words."""
-        return as_words(self._take_defaults(values))
+        """Set defaults of options; return values of unknown options as command-line arguments."""
+        return to_argv(self._take_defaults(values))
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As in `argparse`, but options may be spelled with hyphens, too."""
-        words = list(sys.argv[1:] if args is None else args)
-        for place, word in enumerate(words):
-            option = word.partition("=")[0]
-            is_option = option.startswith("--") and option not in option_actions(self)
-            if is_option and self.knows(option_name(option)):
-                words[place] = f"--{option_name(option)}{word.removeprefix(option)}"
-        return super().parse_known_args(words, namespace)
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> Any:
+        """Do the same as argparse, but accept hyphens in names of options, too."""
+        argv = list(sys.argv[1:] if args is None else args)
+        for index, argument in enumerate(argv):
+            option = argument.partition("=")[0]
+            is_unknown = option.startswith("--") and option not in option_actions(self)
+            if is_unknown and self.knows(option_name(option)):
+                argv[index] = f"--{option_name(option)}{argument.removeprefix(option)}"
+        return super().parse_known_args(argv, namespace)
 
-    def read(
-        self, args: Sequence[str] | None = None
-    ) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
-        """Convert options without building the dataclasses.
+    def read(self, args: Sequence[str] | None = None) -> ParsedOptions:
+        """Convert the given options to their types, without building the dataclasses.
 
-        Returns the value of each option given, entries of the file that are not options, and words
-        of the command line that are none. A `ConversionError` names all values that do not fit;
-        for the file see `read_config`.
+        Raises:
+            ConversionError: values do not fit their options; the error names all of them.
+            ValueError, OSError: the file cannot be read; see `read_config`.
         """
-        values, problems, others, words = self.collect(args)
-        if problems:
-            raise ConversionError(" ".join(problems))
-        return values, others, words
+        parsed = self.read_with_errors(args)
+        if parsed.errors:
+            raise ConversionError(" ".join(parsed.errors))
+        return parsed
 
-    def collect(
-        self, args: Sequence[str] | None = None
-    ) -> tuple[dict[str, Any], list[str], dict[str, Any], list[str]]:
-        """As `read`, but what is wrong with values is returned, after the values."""
-        namespace, words = self.parse_known_args(args)
-        given = vars(namespace)
-        path = given.pop("config", None)
-        others = self._take_defaults(read_config(path) if path else {})
-        self._files = dict.fromkeys(others, str(path))
-        values = self._defaults_from_config | given
-        problems = []
+    def read_with_errors(self, args: Sequence[str] | None = None) -> ParsedOptions:
+        """Do the same as `read`, but return the errors about values instead of raising one."""
+        namespace, unknown_argv = self.parse_known_args(args)
+        command_line_values = vars(namespace)
+        path = command_line_values.pop("config", None)
+        unknown_config = self._take_defaults(read_config(path) if path else {})
+        self._config_paths = dict.fromkeys(unknown_config, str(path))
+        values = self._defaults_from_config | command_line_values
+        errors = []
         for name in values.keys() & self._options.keys():
             try:
-                values[name] = self._converted(self._options[name], values[name])
+                values[name] = self._convert(self._options[name], values[name])
             except ConversionError as error:
-                problems.append(str(error))
-        return values, sorted(problems), others, words
+                errors.append(str(error))
+        return ParsedOptions(values, sorted(errors), unknown_config, unknown_argv)
 
     def build(self, values: dict[str, Any]) -> tuple[Any, ...]:
-        """Instantiate the dataclasses with their share of `values`."""
+        """Instantiate each dataclass with the values of its options."""
         missing = [
             name
-            for kind in self.dataclass_types
-            for name, field in _field_names(kind).items()
-            if name not in values and field.default is field.default_factory is MISSING
+            for dataclass_type in self.dataclass_types
+            for name, field in _init_fields(dataclass_type).items()
+            if name not in values and not _has_default(field)
         ]
         if missing:
-            self.error(required(missing))
-        built = []
-        for kind in self.dataclass_types:
-            legacy = self._legacy.intersection(getattr(kind, "legacy_options", ()))
-            names = legacy.union(_field_names(kind))
-            built.append(kind(**{name: value for name, value in values.items() if name in names}))
-        return tuple(built)
+            self.error(required_options_error(missing))
+        instances = []
+        for dataclass_type in self.dataclass_types:
+            legacy_options = getattr(dataclass_type, "legacy_options", ())
+            names = self._legacy_names.intersection(legacy_options)
+            names = names.union(_init_fields(dataclass_type))
+            own_values = {name: value for name, value in values.items() if name in names}
+            instances.append(dataclass_type(**own_values))
+        return tuple(instances)
 
-    def check(self, words: Sequence[str], others: Collection[str] = ()) -> None:
-        """Refuse words that are left over, options of another program (`others`) excepted."""
-        if problem := self.unknown(words, others):
-            raise ValueError(problem)
+    def check_unknown(self, argv: Sequence[str], other_names: Collection[str] = ()) -> None:
+        """Raise a ValueError if there are arguments left over that belong to no option.
 
-    def unknown(self, words: Sequence[str], others: Collection[str] = ()) -> str:
-        """What `check` would raise; an empty string for nothing."""
-        names = [option_name(word) for word in words if word.startswith("--")]
-        unknown = [name for name in names if name not in others]
-        if not unknown:
-            return "" if others or not words else f"unexpected words: {' '.join(words)}."
-        legal, places = [*self._options, *sorted(others)], dict[str, list[str]]()
-        for name in unknown:  # by the file that they stand in
-            path = self._files.get(name, "")
-            places.setdefault(path, []).append(self._with_hint(name, legal, "" if path else "--"))
-        parts = []
-        for path, hints in places.items():
-            kind = f"{path}: unknown key" if path else "unknown option"
-            parts.append(f"{kind}{'s' * (len(hints) > 1)} {', '.join(hints)}")
-        return f"{'; '.join(parts)}."
+        Args:
+            other_names: options of another program, which are allowed.
+        """
+        error_text = self.unknown_options_error(argv, other_names)
+        if error_text:
+            raise ValueError(error_text)
 
-    def _with_hint(self, name: str, legal: list[str], dashes: str) -> str:
-        close = difflib.get_close_matches(name, legal, n=3, cutoff=0.6)
-        meant = commonly_meant(name, legal)
+    def unknown_options_error(self, argv: Sequence[str], other_names: Collection[str] = ()) -> str:
+        """Return the error that `check_unknown` would raise, or an empty string."""
+        names = [option_name(argument) for argument in argv if argument.startswith("--")]
+        unknown_names = [name for name in names if name not in other_names]
+        if not unknown_names:
+            return "" if other_names or not argv else f"unexpected words: {' '.join(argv)}."
+        legal_names = [*self._options, *sorted(other_names)]
+        hints_by_path: dict[str, list[str]] = {}  # the path is "" for the command line
+        for name in unknown_names:
+            path = self._config_paths.get(name, "")
+            dashes = "" if path else "--"
+            hint = self._name_with_hint(name, legal_names, dashes)
+            hints_by_path.setdefault(path, []).append(hint)
+        errors = []
+        for path, hints in hints_by_path.items():
+            subject = f"{path}: unknown key" if path else "unknown option"
+            plural = "s" if len(hints) > 1 else ""
+            errors.append(f"{subject}{plural} {', '.join(hints)}")
+        return f"{'; '.join(errors)}."
+
+    def _name_with_hint(self, name: str, legal_names: list[str], dashes: str) -> str:
+        """Return an unknown name with the closest options and the commands that have it."""
+        hints = []
+        closest = difflib.get_close_matches(name, legal_names, n=3, cutoff=0.6)
+        meant = commonly_meant(name, legal_names)
         if meant is not None:
-            close = [meant, *(other for other in close if other != meant)][:3]
-        hints = [f"closest: {', '.join(dashes + other for other in close)}"] if close else []
-        if self._commands_with is not None:
-            commands = self._commands_with(name)
-            hints += [f"an option of `trl {'`, `trl '.join(commands)}`"] if commands else []
-        words = f" ({'; '.join(hints)})" if hints else ""
-        return f"{dashes}{name}{words}"
+            closest = [meant, *(other for other in closest if other != meant)][:3]
+        if closest:
+            hints.append(f"closest: {', '.join(dashes + other for other in closest)}")
+        commands = [] if self._commands_with is None else self._commands_with(name)
+        if commands:
+            hints.append(f"an option of `trl {'`, `trl '.join(commands)}`")
+        return f"{dashes}{name} ({'; '.join(hints)})" if hints else f"{dashes}{name}"
 
     @property
     def names(self) -> list[str]:
-        """All options, names of earlier releases excepted."""
-        return [name for name in self._options if name not in self._legacy]
+        """All options, without the names that earlier releases used."""
+        return [name for name in self._options if name not in self._legacy_names]
+
+    @property
+    def all_names(self) -> list[str]:
+        """All options, including the names that earlier releases used."""
+        return list(self._options)
 
     def default(self, name: str) -> Any:
-        """The default of an option."""
+        """Return the default of an option."""
         return self._options[name].default
 
     def knows(self, name: str) -> bool:
-        """Whether `name` (with underscores) may be given, with hyphens in front."""
+        """Return whether there is an option `name` (with underscores, without hyphens)."""
         return f"--{name}" in option_actions(self)
 
     def _take_defaults(self, values: dict[str, Any]) -> dict[str, Any]:
-        self._defaults_from_config |= {k: v for k, v in values.items() if k in self._options}
-        return {k: v for k, v in values.items() if k not in self._options}
+        """Store values of known options as defaults, and return the others."""
+        known = {name: value for name, value in values.items() if name in self._options}
+        self._defaults_from_config |= known
+        return {name: value for name, value in values.items() if name not in self._options}
 
-    def _add(self, group: Any, option: Option) -> None:
+    def _add_option(self, group: OptionGroup, option: Option) -> None:
         self._options[option.name] = option
-        text = option.help.replace("%", "%%").replace("%%%%", "%%")
-        if text != argparse.SUPPRESS:
+        help_text = option.help.replace("%", "%%").replace("%%%%", "%%")
+        if help_text != argparse.SUPPRESS:
             default = None if option.default is MISSING else option.default
-            text += f" (default: {default})".replace("%", "%%")
-        details: dict[str, Any] = {"help": text, "dest": option.name, "default": argparse.SUPPRESS}
+            help_text += f" (default: {default})".replace("%", "%%")
+        details: dict[str, Any] = {
+            "help": help_text,
+            "dest": option.name,
+            "default": argparse.SUPPRESS,
+        }
         if is_sequence(option.annotation):
             details["nargs"] = "+"
         elif option.annotation is Any or is_flag(option.annotation):
@@ -258,67 +323,73 @@ class TrlParser(OneLineParser):
             details["metavar"] = f"{{{','.join(map(str, option.choices))}}}"
         group.add_argument(f"--{option.name}", **details)
 
-    def _add_legacy(self, names: dict[str, Any]) -> None:
-        """Old names take the type of what replaces them, or else what YAML makes of a value."""
-        for old, new in names.items():
-            if old not in self._options:
-                annotation = self._options[new].annotation if new in self._options else Any
-                self._legacy.add(old)
-                self._add(self, Option(old, annotation, None, argparse.SUPPRESS))
+    def _add_legacy_options(self, new_names: Mapping[str, str]) -> None:
+        """Add old names, with the type of the new option, or any YAML value if it was removed."""
+        for old_name, new_name in new_names.items():
+            if old_name not in self._options:
+                is_renamed = new_name in self._options
+                annotation = self._options[new_name].annotation if is_renamed else Any
+                self._legacy_names.add(old_name)
+                self._add_option(self, Option(old_name, annotation, None, argparse.SUPPRESS))
 
-    def _converted(self, option: Option, value: Any) -> Any:
+    def _convert(self, option: Option, value: Any) -> Any:
+        """Convert a value to the type of its option, and check it against the choices."""
         if option.annotation is Any and isinstance(value, str):
             with suppress(yaml.YAMLError):
                 return yaml.safe_load(value)
         try:
-            found = convert(value, option.annotation)
+            converted = convert(value, option.annotation)
         except ConversionError as error:
             has_commas = is_sequence(option.annotation) and "," in str(value)
             hint = " Separate values by spaces." if has_commas and len(value) == 1 else ""
             raise ConversionError(f"--{option.name}: {error}.{hint}") from None
-        for item in found if isinstance(found, list) else [found]:
-            if option.choices and item is not None and item not in option.choices:
+        for entry in converted if isinstance(converted, list) else [converted]:
+            if option.choices and entry is not None and entry not in option.choices:
                 legal = ", ".join(map(str, option.choices))
-                raise ConversionError(f"--{option.name}: {item!r} is not one of {legal}.")
-        return found
+                raise ConversionError(f"--{option.name}: {entry!r} is not one of {legal}.")
+        return converted
 
 
-def required(names: Sequence[str]) -> str:
-    """Say that options are required."""
-    words = [f"--{name}" for name in names]
-    if len(words) == 1:
-        return f"{words[0]} is required."
-    return f"{', '.join(words[:-1])} and {words[-1]} are required."
+def required_options_error(names: Sequence[str]) -> str:
+    """Return the error for required options that were not given."""
+    options = [f"--{name}" for name in names]
+    if len(options) == 1:
+        return f"{options[0]} is required."
+    return f"{', '.join(options[:-1])} and {options[-1]} are required."
 
 
-def _field_names(kind: type) -> dict[str, dataclasses.Field[Any]]:
-    return {field.name: field for field in dataclasses.fields(kind) if field.init}
+def _init_fields(dataclass_type: type) -> dict[str, dataclasses.Field[Any]]:
+    return {field.name: field for field in dataclasses.fields(dataclass_type) if field.init}
 
 
-def option_name(word: str) -> str:
-    """The name in a word such as "--num-processes=2"."""
-    return word.removeprefix("--").split("=")[0].replace("-", "_")
+def _has_default(field: dataclasses.Field[Any]) -> bool:
+    return field.default is not MISSING or field.default_factory is not MISSING
 
 
-def as_words(values: Mapping[str, Any]) -> list[str]:
-    """Write options as command-line words."""
-    words: list[str] = []
+def option_name(argument: str) -> str:
+    """Return the name of the option in an argument such as "--num-processes=2"."""
+    return argument.removeprefix("--").split("=")[0].replace("-", "_")
+
+
+def to_argv(values: Mapping[str, Any]) -> list[str]:
+    """Write options as command-line arguments."""
+    argv: list[str] = []
     for name, value in values.items():
-        items = value if isinstance(value, (list, tuple)) else [value]
-        words += [f"--{name}", *map(str, items)]
-    return words
+        entries = value if isinstance(value, (list, tuple)) else [value]
+        argv += [f"--{name}", *map(str, entries)]
+    return argv
 
 
 @cache
 def launch_option_names() -> frozenset[str]:
-    """The options of `accelerate launch`, and `accelerate_config`, as its source lists them."""
+    """Return the options of `accelerate launch`, read from its source, and `accelerate_config`."""
     spec = importlib.util.find_spec("accelerate")
     source = Path(str(spec and spec.origin)).parent / "commands" / "launch.py"
-    words = {
-        word.value
+    option_strings = {
+        str(argument.value)
         for node in ast.walk(ast.parse(source.read_text(encoding="utf-8")))
         if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument"
-        for word in node.args
-        if isinstance(word, ast.Constant) and str(word.value).startswith("--")
+        for argument in node.args
+        if isinstance(argument, ast.Constant) and str(argument.value).startswith("--")
     }
-    return frozenset({"accelerate_config", "help", *(option_name(str(word)) for word in words)})
+    return frozenset({"accelerate_config", "help", *map(option_name, option_strings)})

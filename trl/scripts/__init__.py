@@ -1,10 +1,9 @@
-"""The training commands as modules that `accelerate launch --module` starts."""
+"""The programs of the training commands, for `accelerate launch --module`."""
 
 from importlib import import_module
-from typing import Any
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name.startswith("__"):
         raise AttributeError(name)
     return getattr(import_module(f"{__name__}.utils"), name)

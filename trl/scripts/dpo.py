@@ -1,8 +1,9 @@
-"""`trl dpo` in each worker. The file can also be run by its path."""
+"""The program that each worker of `trl dpo` runs. The file can also be run by its path."""
 
 from trl.cli.commands import TRAINING
 
-make_parser, main = TRAINING["dpo"].make_parser, TRAINING["dpo"].work
+make_parser = TRAINING["dpo"].make_parser
+main = TRAINING["dpo"].work
 
 if __name__ == "__main__":
     main()

@@ -1,8 +1,9 @@
-"""`trl grpo` in each worker. The file can also be run by its path."""
+"""The program that each worker of `trl grpo` runs. The file can also be run by its path."""
 
 from trl.cli.commands import TRAINING
 
-make_parser, main = TRAINING["grpo"].make_parser, TRAINING["grpo"].work
+make_parser = TRAINING["grpo"].make_parser
+main = TRAINING["grpo"].work
 
 if __name__ == "__main__":
     main()

@@ -1,8 +1,9 @@
-"""`trl online-dpo` in each worker. The file can also be run by its path."""
+"""The program that each worker of `trl online-dpo` runs. The file can also be run by its path."""
 
 from trl.cli.commands import TRAINING
 
-make_parser, main = TRAINING["online-dpo"].make_parser, TRAINING["online-dpo"].work
+make_parser = TRAINING["online-dpo"].make_parser
+main = TRAINING["online-dpo"].work
 
 if __name__ == "__main__":
     main()

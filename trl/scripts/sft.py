@@ -1,8 +1,9 @@
-"""`trl sft` in each worker. The file can also be run by its path."""
+"""The program that each worker of `trl sft` runs. The file can also be run by its path."""
 
 from trl.cli.commands import TRAINING
 
-make_parser, main = TRAINING["sft"].make_parser, TRAINING["sft"].work
+make_parser = TRAINING["sft"].make_parser
+main = TRAINING["sft"].work
 
 if __name__ == "__main__":
     main()

@@ -1,4 +1,4 @@
-"""What programs need from the command line, under the module name that scripts import."""
+"""Utilities of training scripts, under the module name that users' scripts import."""
 
 import logging
 
@@ -13,7 +13,7 @@ get_dataset = mixture.get_dataset
 
 
 def init_zero_verbose() -> None:
-    """Show errors alone, through rich; warnings become lines of the log."""
+    """Log only errors, through rich. Warnings go through logging, so they are not shown."""
     handler = require("rich.logging", "init_zero_verbose").RichHandler()
     logging.basicConfig(format="%(message)s", datefmt="[%X]", handlers=[handler], force=True)
     logging.getLogger().setLevel(logging.ERROR)
