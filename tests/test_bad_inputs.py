@@ -113,6 +113,7 @@ def place(tmp_path_factory):
     (folder / "broken.jsonl").write_text("{\n")
     (folder / "latin.jsonl").write_bytes(b'{"prompt": "a"}\n{"prompt": "caf\xe9"}\n')
     (folder / "commas.jsonl").write_text('{"prompt": "a"},\n{"prompt": "b"},\n')
+    (folder / "blank.jsonl").write_text("\n\n")
     (folder / "broken.py").write_text("1 / 0\n")
     for name, data in DATA.items():
         data.to_json(folder / f"{name.lower()}.jsonl")

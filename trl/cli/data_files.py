@@ -77,6 +77,8 @@ def errors_naming_files(subject: str, paths: Sequence[Path]) -> Iterator[None]:
     except (DatasetGenerationError, OSError, StopIteration, ValueError) as error:
         cause = error.__cause__ or error
         reason = (str(cause).splitlines() or ["it holds no rows"])[0].rstrip(".")
+        if "corresponds to no data" in reason:
+            reason = "it holds no rows"
         if any(path.is_file() and path.stat().st_size for path in paths):
             reason = next(filter(None, map(_broken_line, paths)), reason)
         elif paths:

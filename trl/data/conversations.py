@@ -192,3 +192,13 @@ def warn_of_repeated_prompt(example: Mapping[str, Any], columns: Sequence[str]) 
             "whole text of 'prompt', which would stand there twice and be trained on. Take it out "
             "of the answers if it is the prompt."
         )
+
+
+def warn_of_equal_answers(example: Mapping[str, Any]) -> None:
+    """Warn if the first row of a dataset prefers an answer to itself."""
+    chosen = example.get("chosen")
+    if chosen is not None and chosen == example.get("rejected"):
+        logger.warning(
+            "In the first row, 'chosen' and 'rejected' are equal: nothing is learned from such "
+            "rows. Check how the dataset was made, or remove them."
+        )

@@ -284,6 +284,11 @@ def template_options(row: Mapping[str, Any]) -> dict[str, Any]:
             found[name] = json.loads(value) if isinstance(value, str) else value
         except json.JSONDecodeError as error:
             raise ValueError(f"{name} is not valid JSON: {error}.") from None
+    if not isinstance(found["tools"], Sequence | None):
+        raise TypeError(f"tools must be a list of tools, not {found['tools']!r:.60}.")
+    if not isinstance(found["chat_template_kwargs"], Mapping | None):
+        kwargs = found["chat_template_kwargs"]
+        raise TypeError(f"chat_template_kwargs must be a mapping, not {kwargs!r:.60}.")
     kwargs = found["chat_template_kwargs"] or {}
     return {"tools": found["tools"] or None} | {k: v for k, v in kwargs.items() if v is not None}
 

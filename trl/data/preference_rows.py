@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from itertools import chain, islice, pairwise
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,12 @@ from datasets import Dataset, Features, List, Value
 from ..ops.masking import common_prefix_length
 from ..ops.preference_losses import kl_partners
 from .bounds import ModelBounds
-from .conversations import align_answers, as_messages, warn_of_repeated_prompt
+from .conversations import (
+    align_answers,
+    as_messages,
+    warn_of_equal_answers,
+    warn_of_repeated_prompt,
+)
 from .encode import Ids, TextEncoder
 from .formats import Row, extract_prompt, malformed_prompt, maybe_extract_prompt
 from .prepare import (
@@ -154,7 +160,18 @@ def _ranks(row: Row) -> list[int]:
     answers, ranks = len(row["answers"]), len(row["ranks"])
     if answers != ranks:
         raise ValueError(f"{answers} answers need as many ranks, not {ranks}.")
+    if not all(isinstance(rank, Real) and rank == rank // 1 for rank in row["ranks"]):
+        raise ValueError(
+            f"ranks must be integers, of which the lowest is the best, not {row['ranks']!r:.60}."
+        )
     return list(map(int, row["ranks"]))
+
+
+def _margin(row: Row) -> float:
+    margin = row.get("margin") or 0.0
+    if not isinstance(margin, Real):
+        raise ValueError(f"the margin must be a number, not {margin!r:.60}.")
+    return float(margin)
 
 
 def _without_prompt(pair: Mapping[str, Any]) -> tuple[Any, list[Any]]:
@@ -181,7 +198,7 @@ def encode_preferences(
         encoded = encode_answers(known, encoder)
     found: list[tuple[Any, ...]] = []
     for place, (row, (prompt, answers, merged)) in enumerate(zip(known, encoded, strict=True)):
-        facts = (row.get("margin") or 0.0, place, int(merged))
+        facts = (_margin(row), place, int(merged))
         if unpaired and kind == "pair":
             found.append((prompt, answers[:1], [0], True, *facts))
             found.append((prompt, answers[1:], [0], False, *facts))
@@ -206,6 +223,8 @@ def prepare_preferences(
     example = first_row(dataset)
     kind = kind_of_preferences(example, learner)
     warn_of_repeated_prompt(example, [name for name in ANSWERS if name in example])
+    if kind == "pair":
+        warn_of_equal_answers(example)
     encode = partial(encode_preferences, kind=kind, encoder=encoder, unpaired=unpaired)
     return prepared(dataset, encode, FEATURES, [kind, unpaired, encoder.digest], num_proc)
 

@@ -224,6 +224,8 @@ def _behind(spans: Sequence[Span], start: int) -> list[Span]:
 
 def _tokenized(row: Row, options: SupervisedOptions) -> Masked:
     ids = np.asarray(row["input_ids"])
+    if ids.ndim != 1 or (len(ids) and not np.issubdtype(ids.dtype, np.integer)):
+        raise ValueError(f"input_ids must be a list of integers, not {row['input_ids']!r:.60}.")
     if (ids < 0).any():
         position = int((ids < 0).argmax())
         raise ValueError(
