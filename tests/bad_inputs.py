@@ -6,7 +6,7 @@ An answer names the option, column or row and, where there is one, the nearest l
 # fmt: off
 
 from accelerate import ParallelismConfig
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, DatasetDict, IterableDataset
 from peft import LoraConfig, PrefixTuningConfig
 from tiny import lora_model, tiny_model, tiny_tokenizer
 from torch import nn
@@ -14,12 +14,14 @@ from transformers import (
     BertConfig,
     BertForSequenceClassification,
     BertLMHeadModel,
+    LlamaForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
     T5ForSequenceClassification,
+    TrainerCallback,
 )
 
-from trl import GRPOConfig
+from trl import GRPOConfig, SFTConfig
 
 # --- Options in Python: configuration, options, what the error says ---
 
@@ -501,6 +503,17 @@ TRAINERS = [
     ],
     ("Reward", {"model": encoder_decoder_classifier}, "T5ForSequenceClassification is an encoder-decoder. Only models that continue their prompt can be trained here,"),
     ("RLOO", {"model": "./absent"}, "The model './absent': there is no such folder."),
+    ("SFT", {"args": SFTConfig}, "args must be an instance of SFTConfig, not the class SFTConfig itself."),
+    ("RLOO", {"model": LlamaForCausalLM}, "model must be a name or a transformers model, not the class LlamaForCausalLM; load one with LlamaForCausalLM.from_pretrained."),
+    *[
+        case
+        for name in ("SFT", "RLOO")
+        for case in (
+            (name, {"callbacks": [3]}, "callbacks[0] must be a transformers.TrainerCallback, not 3."),
+            (name, {"callbacks": TrainerCallback}, "callbacks must be a list of callbacks, not <class 'transformers.trainer_callback.TrainerCallback'>."),
+            (name, {"optimizers": 3}, "optimizers must be a pair (optimizer, scheduler), with None for what the trainer should make, not int."),
+        )
+    ],
     ("RLOO", {"processing_class": {}}, "processing_class must be a tokenizer, not dict."),
     ("RLOO", {"processing_class": None}, "The model does not say where it was loaded from: pass its tokenizer as processing_class."),
     ("RLOO", {"peft_config": {"r": 2}}, "peft_config must be a peft.PeftConfig, not dict."),
@@ -543,6 +556,7 @@ TRAINERS = [
     ("RLOO", {"reward_funcs": nn.Linear(1, 1)}, "The reward model 'Linear' does not say where it was loaded from: pass its tokenizer in reward_processing_classes."),
     ("RLOO", {"reward_funcs": constant, "reward_processing_classes": [None, None]}, "reward_processing_classes has length 2, and reward_funcs has length 1; give one for each, and None for those that are not models."),
     ("RLOO", {"args": {"reward_weights": [1.0, 2.0]}}, "reward_weights has 2 entries for 1 reward function (constant)."),
+    ("RLOO", {"args": {"reward_weights": [float("nan")]}}, "reward_weights=[nan] must be finite."),
     ("RLOO", {"reward_funcs": too_few}, "The reward function 'too_few' returned 1 reward for 2 completions. This was a trial on the first row, {'prompt': 'ab'}, with the completion '0';"),
     ("RLOO", {"reward_funcs": nested}, "The reward function 'nested' returned [0.0] for row 0; a reward must be a number or None. This was a trial on the first row, {'prompt': 'ab'},"),
     ("RLOO", {"reward_funcs": words}, "The reward function 'words' returned 'good' for row 0; a reward must be a number or None. This was a trial on the first row, {'prompt': 'ab'},"),
@@ -570,6 +584,10 @@ TRAINERS = [
     ("PPO", {"value_model": tiny_model}, "value_model must be a sequence classifier with one label (AutoModelForSequenceClassification, num_labels=1), not LlamaForCausalLM."),
     # Datasets of the others.
     ("SFT", {"train_dataset": None}, "train_dataset is required."),
+    ("SFT", {"train_dataset": [{"text": "a"}]}, "train_dataset must be a datasets.Dataset or IterableDataset, not list. Make one with Dataset.from_list."),
+    ("SFT", {"train_dataset": {"text": ["a"]}}, "train_dataset must be a datasets.Dataset or IterableDataset, not dict. Make one with Dataset.from_dict."),
+    ("SFT", {"train_dataset": DatasetDict(train=PROMPTS)}, "train_dataset must be a datasets.Dataset or IterableDataset, not DatasetDict. Choose one of train."),
+    ("SFT", {"formatting_func": 3}, "formatting_func must be a function that makes a text of a row, not 3."),
     ("SFT", {"train_dataset": "data.jsonl"}, "train_dataset must be a datasets.Dataset or IterableDataset, not str."),
     ("SFT", {"train_dataset": rows(prompt="a", chosen="b")}, "The examples have the columns ['chosen', 'prompt']. Supervised fine-tuning takes 'text' (dataset_text_field), 'messages', 'conversations',"),
     ("SFT", {"train_dataset": rows(text=3)}, "Row 0 of the dataset: the text must be a string, not 3."),

@@ -501,6 +501,7 @@ def test_a_reward_model_next_to_functions():
 
 def test_reward_models_move():
     config = tiny_model().config
+    config.num_labels = 1
     rewards = suite(LlamaForSequenceClassification(config), tokenizers=tiny_tokenizer())
     assert rewards.to(torch.device("meta")) is rewards
     assert rewards.sources[0].model.device == torch.device("meta")
@@ -508,6 +509,7 @@ def test_reward_models_move():
 
 def test_the_error_of_a_reward_model_is_named():
     config = tiny_model().config
+    config.num_labels = 1
     rewards = suite(LlamaForSequenceClassification(config), tokenizers=tiny_tokenizer())
     with pytest.raises(RewardError, match="'LlamaForSequenceClassification' failed: TypeError"):
         rewards(inputs(texts=[1, 2]), 2, print)

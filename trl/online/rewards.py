@@ -100,6 +100,8 @@ class RewardSuite:
                 f"reward_weights has {pluralize(len(weights), 'entry', 'entries')} for "
                 f"{pluralize(len(names), 'reward function')} ({', '.join(names)})."
             )
+        if not all(map(math.isfinite, weights or ())):
+            raise ValueError(f"reward_weights={weights} must be finite.")
         self.sources = tuple(sources)
         given = iter([1.0] * len(names) if weights is None else weights)
         self.weights = torch.tensor([s.weight or next(given) for s in sources])

@@ -62,6 +62,11 @@ class SFTTrainer(OfflineTrainer):
         peft_config: Any = None,
         formatting_func: Callable[[dict[str, Any]], str] | None = None,
     ):
+        if formatting_func is not None and not callable(formatting_func):
+            raise TypeError(
+                "formatting_func must be a function that makes a text of a row, not "
+                f"{formatting_func!r:.80}."
+            )
         self._formatting_func = formatting_func
         functions = compute_metrics, preprocess_logits_for_metrics
         metrics = None if functions == (None, None) else LogitMetrics(args, *functions)

@@ -1,18 +1,19 @@
 """The trained model with its tokenizer and adapter, the reference, and the checks of them all."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from torch import nn
 from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     ProcessorMixin,
+    TrainerCallback,
     TrainingArguments,
     set_seed,
 )
@@ -30,6 +31,13 @@ from ...suggestions import did_you_mean
 from .base_config import BaseConfig
 
 logger = logging.get_logger(__name__)
+
+# How to make a dataset of what is mistaken for one, by the name of its class.
+DATASET_MAKERS = {
+    "DataFrame": "Dataset.from_pandas",
+    "dict": "Dataset.from_dict",
+    "list": "Dataset.from_list",
+}
 
 
 @dataclass(frozen=True)
@@ -131,6 +139,8 @@ def _with_adapter(model: nn.Module, peft_config: Any, args: BaseConfig) -> nn.Mo
 def _check_kind(name: str, model: Any) -> None:
     if not isinstance(model, nn.Module) or not hasattr(model, "config"):
         kind = type(model).__name__
+        if isinstance(model, type):
+            kind = f"the class {model.__name__}; load one with {model.__name__}.from_pretrained"
         raise TypeError(f"{name} must be a name or a transformers model, not {kind}.")
 
 
@@ -192,8 +202,12 @@ def check_dataset(name: str, dataset: Any) -> None:
     """Check the kind of a dataset; `name` is what messages call it."""
     if not isinstance(dataset, (Dataset, IterableDataset)):
         kind = type(dataset).__name__
-        one = f" Choose one of {', '.join(dataset)}." if isinstance(dataset, Mapping) else ""
-        raise TypeError(f"{name} must be a datasets.Dataset or IterableDataset, not {kind}.{one}")
+        advice = f" Make one with {DATASET_MAKERS[kind]}." if kind in DATASET_MAKERS else ""
+        if isinstance(dataset, DatasetDict | IterableDatasetDict):
+            advice = f" Choose one of {', '.join(dataset)}."
+        raise TypeError(
+            f"{name} must be a datasets.Dataset or IterableDataset, not {kind}.{advice}"
+        )
     if isinstance(dataset, Dataset) and not len(dataset):
         raise ValueError(f"{name} has no rows.")
     refuse_media_columns(name, dataset.column_names or ())
@@ -216,7 +230,7 @@ def checked_args(model: Any, args: Any, config_class: type[BaseConfig], method: 
         args = config_of(args, config_class)
     if not isinstance(args, config_class):
         raise TypeError(
-            f"args must be an instance of {config_class.__name__}, not of {type(args).__name__}."
+            f"args must be an instance of {config_class.__name__}, not {_kind_of(args)}."
         )
     if args.n_gpu > 1:  # in one process, which transformers would divide batches over
         raise ValueError(
@@ -231,6 +245,12 @@ def checked_args(model: Any, args: Any, config_class: type[BaseConfig], method: 
             f"{args.output_dir}`."
         )
     return args
+
+
+def _kind_of(value: Any) -> str:
+    if isinstance(value, type):
+        return f"the class {value.__name__} itself"
+    return f"of {type(value).__name__}"
 
 
 def _check_output_dir(name: str, output: str | None) -> None:
@@ -248,6 +268,23 @@ def check_name(chosen: Any, sets: Any) -> None:
     if isinstance(chosen, str) and chosen not in known:
         hint = did_you_mean(chosen, known, f" Its names: {', '.join(known) or 'none'}.")
         raise ValueError(f"eval_dataset has no {chosen!r}.{hint}")
+
+
+def check_additions(callbacks: Any, optimizers: Any) -> None:
+    """Check the kinds of the arguments `callbacks` and `optimizers` of a trainer."""
+    if not isinstance(callbacks, list | tuple | None):
+        raise TypeError(f"callbacks must be a list of callbacks, not {callbacks!r:.80}.")
+    for place, callback in enumerate(callbacks or ()):
+        kind = callback if isinstance(callback, type) else type(callback)
+        if not issubclass(kind, TrainerCallback):
+            raise TypeError(
+                f"callbacks[{place}] must be a transformers.TrainerCallback, not {callback!r:.80}."
+            )
+    if not isinstance(optimizers, list | tuple) or len(optimizers) != 2:
+        raise TypeError(
+            "optimizers must be a pair (optimizer, scheduler), with None for what the trainer "
+            f"should make, not {type(optimizers).__name__}."
+        )
 
 
 def check_optimizer(model: nn.Module, optimizer: Any) -> None:

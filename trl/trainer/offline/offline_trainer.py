@@ -23,7 +23,13 @@ from ...ops.logit_statistics import LogitStatistic
 from ...types import Mode
 from ..attributes import readable
 from ..base.base_trainer import BaseTrainer
-from ..base.policy import check_dataset, check_optimizer, checked_args, prepare_policy
+from ..base.policy import (
+    check_additions,
+    check_dataset,
+    check_optimizer,
+    checked_args,
+    prepare_policy,
+)
 from ..uncalled import OFFLINE
 from .batches import ItemStream, Predictions
 from .offline_config import NO_LOGITS, UNSUPPORTED, OfflineConfig, set_template
@@ -77,6 +83,7 @@ class OfflineTrainer(BaseTrainer):
         if found := [name for name, value in pairs if value is not None]:
             raise ValueError(f"{found[0]} cannot be used: {UNSUPPORTED[found[0]]}. Leave it out.")
         args = checked_args(model, args, self.config_class, self.method.name)
+        check_additions(callbacks, optimizers)
         if train_dataset is None:
             raise ValueError("train_dataset is required.")
         check_dataset("train_dataset", train_dataset)

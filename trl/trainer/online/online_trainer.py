@@ -30,7 +30,7 @@ from ...types import Mode, Prompts, RewardTable, Rollout, RolloutFunc, TokenScor
 from ..attributes import readable
 from ..base.base_trainer import BaseTrainer
 from ..base.best_metric import COMPLETIONS, EVERY_EVALUATION, reward_metrics
-from ..base.policy import check_optimizer, checked_args, prepare_policy
+from ..base.policy import check_additions, check_optimizer, checked_args, prepare_policy
 from ..uncalled import ONLINE
 from . import online_setup as setup
 from .agents import Agents
@@ -83,6 +83,7 @@ class OnlineTrainer(BaseTrainer):
         ref_model: str | nn.Module | None = None,
     ):
         args = checked_args(model, args, self.config_class, self.method.name)
+        check_additions(callbacks, optimizers)
         self.agents = Agents(args, tools, rollout_func, environment_factory)
         given = train_dataset, eval_dataset
         train_dataset, eval_dataset = (setup.with_prompts(x, processing_class) for x in given)
