@@ -18,9 +18,9 @@ from ..distributed import RankError
 from ..ops.linear_logprobs import LogitTransform, Tiling, default_chunk, linear_log_probs
 from ..ops.logit_statistics import LogitStatistic
 from ..ops.logprobs import token_scores
-from ..ops.matmul_precision import highest_matmul_precision
 from ..ops.oom import is_out_of_memory
 from ..torch_internals import forward_hooks
+from .causality import PROBES, NotCausalError, check_causal
 from .sharded import is_sharded, unwrapped
 from .unwrap import autocast_to, called_inside, capture_hidden, causal_model, evaluating, run_inside
 
@@ -28,11 +28,6 @@ Run = Callable[[Tensor], Tensor]  # hidden states (m, H) to products or logits (
 T = TypeVar("T")
 logger = logging.get_logger(__name__)
 
-PROBES = [[1, 2, 3, 4], [1, 2, 5, 6]]  # ids with a common prefix
-# Of the norm of logits, in single and in half precision; rounding is far below.
-LARGEST_CHANGE = 5e-3
-LARGEST_CHANGE_IN_HALF_PRECISION = 0.05
-LARGEST_CHANGE_OF_DECODERS = 1e-4  # the same in full single precision
 # Rounding errors of the largest logit; four are 3 % in bfloat16.
 ROUNDINGS = 64
 ROUNDINGS_IN_HALF_PRECISION = 4
@@ -255,51 +250,6 @@ def cast_head_to_float32(model: PreTrainedModel) -> None:
         embedding.register_forward_hook(lambda module, args, output: output.to(dtype))
 
 
-class NotCausalError(ValueError):
-    """Tokens of a model see the tokens after them, which they should predict."""
-
-
-def refuse_encoder(model: nn.Module) -> None:
-    """Raise a `NotCausalError` if no attention layer of a model is causal, as in BERT.
-
-    If no layer declares `is_causal`, the logits of a few tokens decide; the bound is lower if some
-    layer declares that it is not causal. A model that is already sharded is not checked here:
-    `HeadFinder` does so before the first step.
-    """
-    causal = causal_model(model)
-    modules = [module for module in causal.modules() if hasattr(module, "is_causal")]
-    if any(module.is_causal for module in modules):
-        return
-    if is_sharded(model):
-        return
-    bound = LARGEST_CHANGE_OF_DECODERS if modules else LARGEST_CHANGE
-    try:
-        ids = torch.tensor(PROBES, device=next(causal.parameters()).device)
-        with evaluating(model), torch.no_grad(), highest_matmul_precision():
-            _check_causal(causal, causal(input_ids=ids, use_cache=False).logits, bound)
-    except NotCausalError:
-        raise
-    except Exception:  # an unknown model may raise anything
-        return
-
-
-def _check_causal(causal: nn.Module, logits: Tensor, bound: float = LARGEST_CHANGE) -> None:
-    """Raise if the logits (2, T, V) of `PROBES` differ at the last token of their common prefix.
-
-    `bound` is the largest change in single precision, relative to the norm of the logits.
-    """
-    if torch.finfo(logits.dtype).bits <= 16:
-        bound = LARGEST_CHANGE_IN_HALF_PRECISION
-    first, second = logits[:, 1].float()
-    if (first - second).norm() > bound * first.norm():
-        raise NotCausalError(
-            f"{type(causal).__name__} is not causal: what follows a token changes the logits at "
-            "that token, so it would see what it is to predict. Encoders cannot be trained here; "
-            "use a model that continues text. If this one can be a decoder, as BERT can, load it "
-            "with is_decoder=True in its configuration."
-        )
-
-
 @dataclass
 class HeadFinder:
     """Finds the output head of a model, and which transform it applies to its logits.
@@ -385,7 +335,7 @@ def _sample(model: nn.Module, module: nn.Module) -> tuple[Tensor, Tensor]:
         with torch.autocast(device.type, enabled=False), capture_hidden(causal) as capture:
             # The forward of the class: that of the instance may be wrapped in autocast.
             logits = type(causal).forward(causal, **inputs, use_cache=False).logits
-        _check_causal(causal, logits)
+        check_causal(causal, logits)
         if capture.hidden is None:
             raise RuntimeError("its decoder returned no hidden states")
         return logits, capture.hidden

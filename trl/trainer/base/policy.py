@@ -22,7 +22,8 @@ from transformers.utils import logging
 from ...data.formats import refuse_media_columns
 from ...imports import untested_version_warning
 from ...models import loading
-from ...models.lm_head import cast_head_to_float32, refuse_encoder
+from ...models.causality import refuse_encoder
+from ...models.lm_head import cast_head_to_float32
 from ...models.patches import attention_implementation
 from ...models.unwrap import is_peft_model
 from ...models.weights import keep_trainable
