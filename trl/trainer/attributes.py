@@ -4,7 +4,7 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, TypeVar
 
-from .base.options import EARLIER_ARGUMENTS, Gone, ignored, refused
+from .base.options import EARLIER_ARGUMENTS, RemovedOption, ignored, refused
 
 Trainer = TypeVar("Trainer", bound=type)
 
@@ -79,7 +79,7 @@ def _generation_config(use_vllm: bool, sampling: Any) -> Any:
 
 
 # Options and arguments of earlier releases, of trainers that generate.
-COMMON_OPTIONS: dict[str, str | Gone] = {
+COMMON_OPTIONS: dict[str, str | RemovedOption] = {
     **EARLIER_ARGUMENTS,
     "vllm_sleep_enabled": "vllm_enable_sleep_mode",
     "vllm_guided_decoding_regex": "vllm_structured_outputs_regex",
@@ -89,7 +89,7 @@ COMMON_OPTIONS: dict[str, str | Gone] = {
     **ignored("logits never exist at once, see logits_chunk_size", "use_liger_loss"),
 }
 # What the first ones had in common.
-FIRST_OPTIONS: dict[str, str | Gone] = {
+FIRST_OPTIONS: dict[str, str | RemovedOption] = {
     **COMMON_OPTIONS,
     "cliprange": "epsilon",
     "kl_coef": "beta",
@@ -112,7 +112,7 @@ FIRST_OPTIONS: dict[str, str | Gone] = {
     **refused("use generation_batch_size", "batch_size"),
     **refused("use max_steps", "num_total_batches"),
 }
-FIRST_ARGUMENTS: dict[str, str | Gone] = {
+FIRST_ARGUMENTS: dict[str, str | RemovedOption] = {
     "config": "args",
     "reward_model": "reward_funcs",
     "policy": "model",

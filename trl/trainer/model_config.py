@@ -11,7 +11,7 @@ from ..imports import require
 from ..models.adapter_targets import split_names
 from ..models.loading import DTYPES
 from ..options import changed_options, option
-from .base.options import Named, check_options
+from .base.options import StrictKeywordArguments, check_options
 
 ADAPTER_OPTIONS = (
     "lora_r",
@@ -27,7 +27,7 @@ ADAPTER_OPTIONS = (
 
 
 @dataclass
-class ModelConfig(Named):
+class ModelConfig(StrictKeywordArguments):
     """Which model is trained, in which precision, with which adapter."""
 
     legacy_options = {"torch_dtype": "dtype"}

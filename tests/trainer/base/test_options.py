@@ -15,7 +15,7 @@ from online_runs import config, token_sum
 from tiny import tiny_model, tiny_tokenizer
 
 from trl.options import option
-from trl.trainer.base.options import Gone, check_options
+from trl.trainer.base.options import RemovedOption, check_options
 from trl.trainer.dpo_trainer import DPOTrainer
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.kto_config import KTOConfig
@@ -67,7 +67,9 @@ def test_values_out_of_range_are_named_with_what_is_legal(given, words):
 
 # --- Old names ---
 
-GONE = {name: new for name, new in RLOOConfig.legacy_options.items() if isinstance(new, Gone)}
+REMOVED = {
+    name: new for name, new in RLOOConfig.legacy_options.items() if isinstance(new, RemovedOption)
+}
 
 
 def make(kind=RLOOConfig, **changes):
@@ -104,15 +106,15 @@ def test_one_warning_names_every_key():
         assert words in messages[0]
 
 
-@pytest.mark.parametrize("name", [name for name, gone in GONE.items() if not gone.is_error])
+@pytest.mark.parametrize("name", [name for name, gone in REMOVED.items() if not gone.is_error])
 def test_options_without_effect(name):
     with pytest.warns(FutureWarning, match=f"{name} has no effect"):
         make(**{name: 1})
 
 
-@pytest.mark.parametrize("name", [name for name, gone in GONE.items() if gone.is_error])
+@pytest.mark.parametrize("name", [name for name, gone in REMOVED.items() if gone.is_error])
 def test_removed_options_say_what_to_use(name):
-    with pytest.raises(TypeError, match=f"'{name}' any more: {GONE[name].advice}"):
+    with pytest.raises(TypeError, match=f"'{name}' any more: {REMOVED[name].advice}"):
         make(**{name: 1})
 
 

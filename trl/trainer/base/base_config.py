@@ -19,7 +19,7 @@ from ...process_group import check_not_alone, launched_on_cpu
 from ...redaction import redact
 from ...suggestions import did_you_mean
 from .best_metric import check_best_model_options
-from .options import EARLIER_ARGUMENTS, Named, check_options, from_json, kinds_of
+from .options import EARLIER_ARGUMENTS, StrictKeywordArguments, check_options, from_json, kinds_of
 
 # Ranges of options that transformers declares and does not check.
 NOT_NEGATIVE = (
@@ -91,7 +91,9 @@ class ReferenceOptions:
 
 
 @dataclass
-class BaseConfig(Named, LoopOptions, PolicyOptions, MemoryOptions, TrainingArguments):
+class BaseConfig(
+    StrictKeywordArguments, LoopOptions, PolicyOptions, MemoryOptions, TrainingArguments
+):
     """`transformers.TrainingArguments` with the defaults of this package."""
 
     legacy_options = EARLIER_ARGUMENTS

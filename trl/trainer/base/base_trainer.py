@@ -29,14 +29,14 @@ from .base_config import BaseConfig
 from .best_metric import BestMetricCheck
 from .checkpointed_trainer import CheckpointedTrainer
 from .micro_batches import MicroBatchRunner
-from .options import Named
+from .options import StrictKeywordArguments
 from .phases import Phases
 from .policy import Policy, check_name, load_reference, router_coefficient
 
 logger = logging.get_logger(__name__)
 
 
-class BaseTrainer(Named, OverrideCheck, BestMetricCheck, CheckpointedTrainer):
+class BaseTrainer(StrictKeywordArguments, OverrideCheck, BestMetricCheck, CheckpointedTrainer):
     """A training loop with a finite guard, metrics, measured phases and exact resumption.
 
     A subclass has an `algorithm`, and says how what its loader gives becomes the micro-batches of

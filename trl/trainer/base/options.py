@@ -91,25 +91,25 @@ def from_json(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Gone:
+class RemovedOption:
     """An old name that nothing replaces."""
 
     advice: str = ""  # what to do instead
     is_error: bool = False  # refused instead of ignored
 
 
-def ignored(advice: str, *names: str) -> dict[str, str | Gone]:
+def ignored(advice: str, *names: str) -> dict[str, str | RemovedOption]:
     """Old names without effect."""
-    return dict.fromkeys(names, Gone(advice))
+    return dict.fromkeys(names, RemovedOption(advice))
 
 
-def refused(advice: str, *names: str) -> dict[str, str | Gone]:
+def refused(advice: str, *names: str) -> dict[str, str | RemovedOption]:
     """Old names whose effect is not to be lost silently."""
-    return dict.fromkeys(names, Gone(advice, is_error=True))
+    return dict.fromkeys(names, RemovedOption(advice, is_error=True))
 
 
 # Options of earlier releases of transformers.
-EARLIER_ARGUMENTS: dict[str, str | Gone] = {
+EARLIER_ARGUMENTS: dict[str, str | RemovedOption] = {
     "evaluation_strategy": "eval_strategy",
     "no_cuda": "use_cpu",
     "per_gpu_eval_batch_size": "per_device_eval_batch_size",
@@ -158,7 +158,7 @@ class _Construction(ABCMeta):  # a subclass may have abstract classes as bases, 
         return made
 
 
-class Named(metaclass=_Construction):
+class StrictKeywordArguments(metaclass=_Construction):
     """Refuses keyword arguments that the constructor does not have, and says what may be meant.
 
     Old names are accepted, with one warning for each construction that names the new ones. Giving
@@ -187,7 +187,7 @@ def _translate(owner: str, table: Values, old: Values, given: Values) -> dict[st
     changes, words = {}, []
     for name, value in old.items():
         new = table[name]
-        if isinstance(new, Gone):
+        if isinstance(new, RemovedOption):
             if new.is_error:
                 raise TypeError(f"{name}={value!r} is no option of {owner} any more: {new.advice}.")
             words.append(f"{name} has no effect{f' ({new.advice})' if new.advice else ''}")
