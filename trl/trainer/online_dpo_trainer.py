@@ -86,7 +86,7 @@ class OnlineDPOTrainer(OnlineTrainer):
 
     def policy_loss(self, scores: TokenScores, ratio: Tensor, batch: Rollout) -> Tensor:
         """Return the mean over pairs, whose rows are neighbors."""
-        mask, beta = batch.loss_mask, self.args.beta_in(self.place.epoch)
+        mask, beta = batch.loss_mask, self.args.beta_in(self.data_position.epoch)
         credit = torch.as_tensor(batch.advantages).view(-1, 2)
         preferred_first = credit.argsort(dim=1, descending=True, stable=True)
         tokens = torch.stack([scores.logps, scores.logps - batch.ref_logps])

@@ -282,8 +282,8 @@ class Watch(TrainerCallback):
     def on_step_begin(self, args, state, control, **kwargs):
         drawn = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state())
         self.places[state.global_step] = (
-            self.trainer.place.epoch,
-            self.trainer.place.micro_steps,
+            self.trainer.data_position.epoch,
+            self.trainer.data_position.micro_steps,
             tuple(self.trainer.lr_scheduler.get_last_lr()),
             state.num_input_tokens_seen,
             *(hashlib.sha256(repr(x).encode()).hexdigest() for x in drawn[:2]),

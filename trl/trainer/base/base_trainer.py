@@ -79,7 +79,7 @@ class BaseTrainer(StrictKeywordArguments, OverrideCheck, BestMetricCheck, Checkp
         return inputs
 
     def begin_epoch(self) -> None:
-        """Called when an epoch begins; `place.epoch` is its number."""
+        """Called when an epoch begins; `data_position.epoch` is its number."""
 
     def end_epoch(self) -> None:
         """Called when an epoch of the data is over."""
@@ -134,7 +134,7 @@ class BaseTrainer(StrictKeywordArguments, OverrideCheck, BestMetricCheck, Checkp
         batch = inputs if isinstance(inputs, Batch) else self.prepare(inputs, "train")
         forward_backward = partial(self._forward_backward, model)
         loss = self.runner.run(batch, forward_backward, partial(self.accelerator.no_sync, model))
-        self.place.micro_steps += 1
+        self.data_position.micro_steps += 1
         # The guard refuses such an update, or skips it; the mean in the log is then of the others.
         return torch.where(loss.isfinite(), loss, 0.0)
 
@@ -266,7 +266,8 @@ class BaseTrainer(StrictKeywordArguments, OverrideCheck, BestMetricCheck, Checkp
             )
             self.runner.drop_update()
         if not self.control.should_training_stop:
-            self.place.epoch, self.place.micro_steps = self.place.epoch + 1, 0
+            self.data_position.epoch += 1
+            self.data_position.micro_steps = 0
             self.end_epoch()
 
     def evaluate(
@@ -290,7 +291,7 @@ class BaseTrainer(StrictKeywordArguments, OverrideCheck, BestMetricCheck, Checkp
     @contextmanager
     def _evaluating(self, prefix: str) -> Iterator[None]:
         outer, self._prefix = self._prefix, f"{prefix}_"
-        self.place.eval_batches = 0
+        self.data_position.eval_batches = 0
         try:
             with self.ranks.propagate_failures(), preserve_rng_state():
                 yield
@@ -306,7 +307,7 @@ class BaseTrainer(StrictKeywordArguments, OverrideCheck, BestMetricCheck, Checkp
             with self.compute_loss_context_manager():
                 loss = self.compute_loss(model, batch)
         self.guard.check(self.state.global_step)
-        self.place.eval_batches += 1
+        self.data_position.eval_batches += 1
         self.check_update(self.state.global_step)
         return loss.mean().detach(), None, None
 

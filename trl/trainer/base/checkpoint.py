@@ -31,8 +31,8 @@ _SAMPLES, _SAMPLE = 256, 2**16  # of a large file, and bytes of each: 16 MiB
 
 
 @dataclass
-class Place:
-    """The place of a run in its data."""
+class DataPosition:
+    """How far a run has come in its training data, and in an evaluation."""
 
     epoch: int = 0
     micro_steps: int = 0  # since the start of the epoch
@@ -50,10 +50,10 @@ class RankState:
         """Add a part: `save` returns plain values and tensors, and `restore` takes them back."""
         self._parts[name] = save, restore
 
-    def write(self, folder: str | Path, layout: list[int], place: Place) -> None:
+    def write(self, folder: str | Path, layout: list[int], position: DataPosition) -> None:
         """Write the file of this process; under another `layout` of batches it has no meaning."""
         state = {name: save() for name, (save, _) in self._parts.items()}
-        torch.save({"plan": layout} | vars(place) | state, self._path(folder))
+        torch.save({"plan": layout} | vars(position) | state, self._path(folder))
 
     def read(self, folder: str | Path, layout: list[int]) -> dict[str, Any] | None:
         """Read what `write` wrote; None on every rank if one of them has no file for `layout`."""

@@ -18,7 +18,14 @@ from ...types import Mode
 from ..model_card import Method, render_model_card
 from . import resuming
 from .base_config import BaseConfig
-from .checkpoint import UNFINISHED, Place, RankState, explained, publish_together, save_arguments
+from .checkpoint import (
+    UNFINISHED,
+    DataPosition,
+    RankState,
+    explained,
+    publish_together,
+    save_arguments,
+)
 from .policy import Policy
 from .run_lock import RunLock
 
@@ -42,7 +49,7 @@ class CheckpointedTrainer(Trainer):
         self.run_lock = RunLock(args, self.ranks)
         self.run_facts: dict[str, Any] = {}  # that a resumed run must share, besides options
         self.metrics: dict[Mode, MetricStore] = {"train": MetricStore(), "eval": MetricStore()}
-        self.place = Place()
+        self.data_position = DataPosition()
         self.rank_state = RankState(self.ranks)
         for mode, store in self.metrics.items():
             self.rank_state.register(f"{mode} metrics", store.state, store.restore)
@@ -87,7 +94,7 @@ class CheckpointedTrainer(Trainer):
                 epochs, micro_steps = state["epoch"], state["micro_steps"]
             if self.state.global_step >= most_steps:
                 epochs, micro_steps = most_epochs, 0  # transformers would make one step more
-        self.place = Place(epochs, micro_steps)
+        self.data_position = DataPosition(epochs, micro_steps)
         self.drop_update()  # that an error interrupted
         return epochs, micro_steps
 
@@ -105,7 +112,7 @@ class CheckpointedTrainer(Trainer):
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
-        self.rank_state.write(output_dir, self.batch_layout(), self.place)
+        self.rank_state.write(output_dir, self.batch_layout(), self.data_position)
         self.write_checkpoint(output_dir)
 
     def find_checkpoint(self, wanted: Any = True) -> str | None:

@@ -244,7 +244,7 @@ class OfflineTrainer(BaseTrainer):
 
     def begin_epoch(self) -> None:
         if self._order is not None:
-            self._order.set_epoch(self.place.epoch)
+            self._order.set_epoch(self.data_position.epoch)
 
     # --- One training step ---
 

@@ -191,8 +191,8 @@ class OnlineTrainer(BaseTrainer):
         self.buffer = Buffer(args.batch_plan.micro_batches, args.batch_plan.iterations)
         self.rank_state.register(
             "round",
-            lambda: self.buffer.state(self.place.micro_steps),
-            lambda held: self.buffer.restore(self.place.micro_steps, held, args.device),
+            lambda: self.buffer.state(self.data_position.micro_steps),
+            lambda held: self.buffer.restore(self.data_position.micro_steps, held, args.device),
         )
 
     def set_up(self) -> None:
@@ -230,7 +230,7 @@ class OnlineTrainer(BaseTrainer):
         """Return the micro-batch of this step, from the round that it belongs to."""
         if mode == "eval":
             return self.collect(inputs, mode)
-        step = self.place.micro_steps
+        step = self.data_position.micro_steps
         if self.buffer.is_stale(step):
             self.buffer.fill(step, self.collect(inputs, mode))
         elif self.ranks.count > 1 and not self.scorer.check.has_agreed:
@@ -343,7 +343,7 @@ class OnlineTrainer(BaseTrainer):
 
     def _place_in_step(self, mode: Mode) -> int:
         """Micro-batches of this update so far, or batches of this evaluation."""
-        return len(self.runner.done) if mode == "train" else self.place.eval_batches
+        return len(self.runner.done) if mode == "train" else self.data_position.eval_batches
 
     def finish(self, batch: Rollout, advantages: Tensor, healthy: bool) -> Rollout:
         """Drop old log-probabilities on-policy; have updates of an unhealthy round refused."""
@@ -372,7 +372,7 @@ class OnlineTrainer(BaseTrainer):
 
     def begin_epoch(self) -> None:
         """Read the prompts in the order of the epoch."""
-        self._order.set_epoch(self.place.epoch)
+        self._order.set_epoch(self.data_position.epoch)
 
     def end_epoch(self) -> None:
         """Drop the rest of a round, which is not trained on."""
