@@ -145,7 +145,7 @@ def test_a_model_by_name_brings_its_tokenizer(tmp_path):
     policy = prepare_policy(name, config(tmp_path))
     assert policy.tokenizer.padding_side == "left"
     assert policy.model.dtype == torch.float32
-    assert policy.brought_adapter is False
+    assert policy.had_adapter is False
     half = prepare_policy(name, config(tmp_path, model_init_kwargs={"dtype": "bfloat16"}))
     assert half.model.dtype == torch.bfloat16
     with pytest.raises(ValueError, match="pass its tokenizer as processing_class"):
@@ -173,7 +173,7 @@ def test_an_adapter_that_was_there_is_told_from_a_new_one(tmp_path):
         peft.get_peft_model(tiny_model(), lora), config(tmp_path), tiny_tokenizer()
     )
     assert isinstance(new.model, peft.PeftModel)
-    assert (new.brought_adapter, old.brought_adapter) == (False, True)
+    assert (new.had_adapter, old.had_adapter) == (False, True)
 
 
 def test_options_of_loading_stay_as_they_were_given(tmp_path):
@@ -233,7 +233,7 @@ def test_an_adapter_without_a_tokenizer_takes_that_of_its_base(tmp_path):
     adapted.save_pretrained(tmp_path / "adapter")
     policy = prepare_policy(str(tmp_path / "adapter"), config(tmp_path / "out"))
     assert policy.tokenizer.name_or_path == str(tmp_path / "base")
-    assert policy.brought_adapter
+    assert policy.had_adapter
 
 
 def test_an_adapter_whose_base_has_moved(tmp_path):

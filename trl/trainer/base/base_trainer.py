@@ -346,7 +346,7 @@ class BaseTrainer(StrictKeywordArguments, OverrideCheck, BestMetricCheck, Checkp
 
     def _make_reference(self, given: Any, model: Any) -> None:
         given = load_reference(given, model, self.args)
-        reference = make_reference(self.model, self._brought_adapter, given)
+        reference = make_reference(self.model, self._had_adapter, given)
         if isinstance(reference, FrozenCopy) and not self.args.sync_ref_model:
             known = resuming.fingerprint(dict(reference.model.named_parameters()))
             self.run_facts["the reference's weights (fingerprint)"] = known

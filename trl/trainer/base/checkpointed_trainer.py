@@ -42,7 +42,7 @@ class CheckpointedTrainer(Trainer):
         options |= {"model": policy.model, "processing_class": policy.tokenizer}
         super().__init__(args=args, **options)
         self.model_accepts_loss_kwargs = False
-        self._brought_adapter = policy.brought_adapter
+        self._had_adapter = policy.had_adapter
         check_sharding(self.model, self.accelerator)
         self.model.add_model_tags(["trl", self.method.tag])
         self.ranks = Ranks(self.accelerator, args.ranks_per_row)

@@ -47,7 +47,7 @@ class Policy:
 
     model: nn.Module
     tokenizer: PreTrainedTokenizerBase
-    brought_adapter: bool  # whether the model that was given had one
+    had_adapter: bool  # whether the model had an adapter before options added one
 
 
 def prepare_policy(
@@ -81,15 +81,15 @@ def prepare_policy(
             f"The tokenizer has {len(tokenizer):,} tokens, and the model knows {known:,}: rows "
             "with one of the others will fail. Call model.resize_token_embeddings(len(tokenizer))."
         )
-    brought_adapter = is_peft_model(model)
+    had_adapter = is_peft_model(model)
     keep_trainable(model)
     if args.cast_lm_head_to_fp32:
         cast_head_to_float32(model)
-    if peft_config is not None or brought_adapter:
+    if peft_config is not None or had_adapter:
         model = _with_adapter(model, peft_config, args)
     if args.disable_dropout:
         loading.disable_dropout_in_model(model)
-    return Policy(loading.trainable(model), tokenizer, brought_adapter)
+    return Policy(loading.trainable(model), tokenizer, had_adapter)
 
 
 def _load(
