@@ -411,7 +411,7 @@ def edit(folder, change):
 @pytest.mark.parametrize("copied", [False, True])
 def test_what_was_stored_fits(tmp_path, changes, copied):
     model = adapted(**changes)
-    make_reference(model, brought_adapter=copied)
+    make_reference(model, had_adapter=copied)
     with storing_adapters_only(model):
         model.save_pretrained(tmp_path)
     check_adapters(model, tmp_path)
@@ -473,14 +473,14 @@ def test_a_file_that_is_not_there_is_named(folder):
 
 def test_a_reference_that_is_not_there_is_named(folder):
     model = adapted()
-    make_reference(model, brought_adapter=True)
+    make_reference(model, had_adapter=True)
     with pytest.raises(ValueError, match=r"Missing: ref; unexpected: none\. 'ref' is the frozen"):
         check_adapters(model, folder)
 
 
 def test_a_reference_that_nobody_needs_is_named(tmp_path):
     model = adapted()
-    make_reference(model, brought_adapter=True)
+    make_reference(model, had_adapter=True)
     model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="Missing: none; unexpected: ref"):
         check_adapters(adapted(), tmp_path)

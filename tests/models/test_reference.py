@@ -60,14 +60,14 @@ def test_the_copy_is_of_the_object_passed_in():
 
 
 def test_full_models_get_a_copy():
-    reference = make_reference(tiny_model(), brought_adapter=False)
+    reference = make_reference(tiny_model(), had_adapter=False)
     assert isinstance(reference, FrozenCopy) and not is_peft_model(reference.model)
 
 
 def test_a_new_adapter_is_switched_off():
     model = adapted()
     base = logits(tiny_model())
-    reference = make_reference(model, brought_adapter=False)
+    reference = make_reference(model, had_adapter=False)
     assert isinstance(reference, AdapterOff)
     with reference.active() as scored:
         assert torch.equal(logits(scored), base)
@@ -76,7 +76,7 @@ def test_a_new_adapter_is_switched_off():
 
 def test_virtual_tokens_are_left_out_where_the_forward_is_replaced():
     config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
-    reference = make_reference(get_peft_model(tiny_model(), config), brought_adapter=False)
+    reference = make_reference(get_peft_model(tiny_model(), config), had_adapter=False)
     with torch.no_grad(), reference.active() as scored:
         found = run_inside(scored, {"input_ids": IDS}, lambda forward, given: forward(**given))
     assert torch.equal(found.logits, logits(tiny_model()))
@@ -86,7 +86,7 @@ def test_an_adapter_that_was_brought_is_frozen():
     model = adapted()
     trainable = [n for n, p in model.named_parameters() if p.requires_grad]
     start = logits(model)
-    reference = make_reference(model, brought_adapter=True)
+    reference = make_reference(model, had_adapter=True)
     assert [n for n, p in model.named_parameters() if p.requires_grad] == trainable
     move(model)
     moved = logits(model)
@@ -104,7 +104,7 @@ def trainable_names(model):
 def test_the_trained_adapter_is_back_even_after_an_error(brought):
     model = adapted()
     trainable, policy = trainable_names(model), logits(model)
-    reference = make_reference(model, brought_adapter=brought)
+    reference = make_reference(model, had_adapter=brought)
     assert reference.prepare(Accelerator(cpu=True)) is reference
     with pytest.raises(KeyError), reference.active():
         raise KeyError
@@ -128,7 +128,7 @@ def test_every_kind_of_adapter_weight_is_copied(options):
     model = get_peft_model(tiny_model(), LoraConfig(**settings)).eval()
     move(model)
     start, trainable = logits(model), trainable_names(model)
-    reference = make_reference(model, brought_adapter=True)
+    reference = make_reference(model, had_adapter=True)
     move(model)
     with reference.active() as scored:
         assert torch.equal(logits(scored), start)
@@ -138,7 +138,7 @@ def test_every_kind_of_adapter_weight_is_copied(options):
 
 def test_training_leaves_the_frozen_adapter():
     model = adapted()
-    reference = make_reference(model, brought_adapter=True)
+    reference = make_reference(model, had_adapter=True)
     frozen = {n: p.clone() for n, p in model.named_parameters() if ".ref." in n}
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     for _ in range(2):

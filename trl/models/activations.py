@@ -1,42 +1,47 @@
-"""What autograd keeps for the backward pass: moved to the host, or reduced by recomputing."""
+"""Save memory of activations: offload what autograd saves to the host, or recompute less."""
 
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    create_selective_checkpoint_contexts,
+)
 
 from ..torch_internals import version_counter
 from .patches import add_checkpoint_options, checkpointed_layers
 from .sharded import is_sharded
 
-HOST = "cpu"  # where tensors wait; those of devices of this type stay
-SMALLEST = 1024  # bytes that are worth a copy
-MOST_LEAVING = 5  # tensors that wait on the device until their copy is done
-AHEAD = 2  # tensors that are brought back before they are needed
-# Parts of the names of attention kernels.
+HOST = "cpu"  # device type to which tensors are moved; tensors that are on it stay
+SMALLEST = 1024  # bytes; smaller tensors are not moved
+MOST_LEAVING = 5  # tensors that may wait on the device until their copy to the host is done
+PREFETCHED = 2  # tensors that are copied back before they are needed
+# Substrings of the names of attention kernels.
 ATTENTION = ("_attention", "flash_attn", "_flash_")
 
 
-class _Moved:
-    """A saved tensor on the host, and what brings it back."""
+class _OffloadedTensor:
+    """A saved tensor that was moved to the host."""
 
-    def __init__(self, host: Tensor, device: torch.device, place: int):
-        self.host, self.device, self.place = host, device, place
-        self.back: Tensor | None = None
-        self.event: Any = None
+    def __init__(self, host: Tensor, device: torch.device, index: int):
+        self.host = host
+        self.device = device
+        self.index = index  # in the order in which tensors were saved
+        self.on_device: Tensor | None = None  # the copy back, once it has begun
+        self.event: torch.cuda.Event | None = None  # recorded behind that copy
 
 
-class _Weight:
+class _GatheredView:
     """A saved view of a weight that ZeRO-3 partitions, and gathers again for the backward pass.
 
-    The weight gets another storage then: a saved tensor would keep the first one from being freed.
+    That gives the weight a new storage. Saving the tensor itself would keep the first one alive.
     """
 
     def __init__(self, parameter: Tensor, saved: Tensor):
@@ -45,58 +50,61 @@ class _Weight:
         self._stride = saved.stride()
         self._offset = saved.storage_offset() - parameter.data.storage_offset()
 
-    def now(self) -> Tensor:
-        """The same view of the storage that the weight has now."""
+    def current(self) -> Tensor:
+        """Return the same view of the weight's current storage."""
         weight = self._parameter.data
         return weight.as_strided(self._size, self._stride, weight.storage_offset() + self._offset)
 
 
 class ActivationOffloading:
-    """Moves what autograd saves off its device while it waits for the backward pass.
+    """Moves the tensors that autograd saves to the host until the backward pass needs them.
 
-    What stays: tensors of a CPU, small ones, parameters, buffers and views of them, and views that
-    repeat elements. A storage that is saved twice is moved once. On CUDA devices copies run on a
-    stream of their own, beside the computation.
+    These are not moved: tensors on a CPU, small tensors, parameters, buffers and views of them, and
+    views that repeat elements. A storage that is saved twice is moved once. On CUDA devices copies
+    run on their own stream, in parallel to the computation.
     """
 
     def __init__(self, model: nn.Module):
         self._model = model
-        self._held: list[Tensor] = []  # by the model
-        # Addresses of storages that stay, and the parameters of those that ZeRO-3 will replace.
+        self._model_tensors: list[Tensor] = []  # parameters and buffers
+        # Addresses of storages that are not moved; with the parameter, if ZeRO-3 will replace it.
         self._staying: dict[int, Tensor | None] = {}
-        self._gathered: dict[nn.Module, list[int]] = {}  # those of modules that are running
-        self._stream: Any = None
-        self._known: dict[Any, tuple[StorageWeakRef, weakref.ref[_Moved]]] = {}
-        self._order: list[weakref.ref[_Moved]] = []
-        self._leaving: deque[tuple[Tensor, Any]] = deque()
+        self._gathered: dict[nn.Module, list[int]] = {}  # addresses that running modules added
+        self._stream: torch.cuda.Stream | None = None
+        # What was moved, by (storage, version, layout).
+        self._offloaded: dict[
+            tuple[object, ...], tuple[StorageWeakRef, weakref.ref[_OffloadedTensor]]
+        ] = {}
+        self._order: list[weakref.ref[_OffloadedTensor]] = []  # as tensors were saved
+        self._leaving: deque[tuple[Tensor, torch.cuda.Event]] = deque()
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Move what forward passes inside save; backward passes must end inside, too."""
-        if not self._held:  # the model is prepared by now
-            self._held = [*self._model.parameters(), *self._model.buffers()]
+        """Offload what forward passes inside save; their backward passes must end inside, too."""
+        if not self._model_tensors:  # now, because the model is prepared only after __init__
+            self._model_tensors = [*self._model.parameters(), *self._model.buffers()]
             if is_sharded(self._model):
                 self._follow_gathered_weights()
-        self._staying = dict.fromkeys(map(_address, self._held))
+        self._staying = dict.fromkeys(map(_address, self._model_tensors))
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
                 yield
         finally:
-            for passing in (self._known, self._order, self._leaving, self._gathered):
-                passing.clear()
+            for collection in (self._offloaded, self._order, self._leaving, self._gathered):
+                collection.clear()
 
     def _follow_gathered_weights(self) -> None:
-        """Know the whole weights of a module while it runs: they have storages of their own."""
+        """Keep the gathered weights of a module on the device; they have new storages."""
 
-        def enter(module: nn.Module, inputs: Any) -> None:
+        def enter(module: nn.Module, inputs: object) -> None:
             # FSDP1 replaces parameters by tensors that are plain attributes.
             attributes = (value for value in vars(module).values() if isinstance(value, Tensor))
             weights = [*module.parameters(recurse=False), *attributes]
             gathered = {_address(w): w if hasattr(w, "ds_id") else None for w in weights}
-            self._gathered[module] = [one for one in gathered if one not in self._staying]
+            self._gathered[module] = [x for x in gathered if x not in self._staying]
             self._staying |= gathered
 
-        def leave(module: nn.Module, inputs: Any, output: Any) -> None:
+        def leave(module: nn.Module, inputs: object, output: object) -> None:
             # Activations may get the same addresses once these storages are freed.
             for address in self._gathered.pop(module, ()):
                 self._staying.pop(address, None)
@@ -105,25 +113,29 @@ class ActivationOffloading:
             module.register_forward_pre_hook(enter)
             module.register_forward_hook(leave, always_call=True)
 
-    def _pack(self, tensor: Tensor) -> Tensor | _Moved | _Weight:
+    def _pack(self, tensor: Tensor) -> Tensor | _OffloadedTensor | _GatheredView:
         if tensor.device.type == HOST or tensor.nbytes < SMALLEST:
             return tensor
-        held = tensor.untyped_storage()
-        if held.data_ptr() in self._staying:
-            weight = self._staying[held.data_ptr()]
-            return tensor if weight is None else _Weight(weight, tensor)
-        if tensor.nbytes > held.nbytes():
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() in self._staying:
+            weight = self._staying[storage.data_ptr()]
+            return tensor if weight is None else _GatheredView(weight, tensor)
+        if tensor.nbytes > storage.nbytes():
             return tensor
-        # A weak reference keeps the address of the storage from being given to another one.
-        storage = StorageWeakRef(tensor.untyped_storage())
+        # As long as the weak reference exists, no other storage gets the same address.
+        storage_ref = StorageWeakRef(storage)
         layout = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
-        key = (storage.cdata, version_counter(tensor), layout)
-        if key in self._known and (moved := self._known[key][1]()) is not None:
-            return moved
-        moved = _Moved(self._to_host(tensor.detach()), tensor.device, len(self._order))
-        self._known[key] = storage, weakref.ref(moved)
-        self._order.append(weakref.ref(moved))
-        return moved
+        key = (storage_ref.cdata, version_counter(tensor), layout)
+        if key in self._offloaded:
+            earlier = self._offloaded[key][1]()
+            if earlier is not None:
+                return earlier
+        offloaded = _OffloadedTensor(
+            self._to_host(tensor.detach()), tensor.device, len(self._order)
+        )
+        self._offloaded[key] = storage_ref, weakref.ref(offloaded)
+        self._order.append(weakref.ref(offloaded))
+        return offloaded
 
     def _to_host(self, tensor: Tensor) -> Tensor:
         if tensor.device.type != "cuda":
@@ -134,58 +146,69 @@ class ActivationOffloading:
         with torch.cuda.stream(self._stream):
             host.copy_(tensor, non_blocking=True)
             event = self._stream.record_event()
-        # The tensor is let go only behind its copy, so that its memory is free to be used again.
+        # The tensor is released only after its copy, since its memory may then be reused.
         self._leaving.append((tensor, event))
         if len(self._leaving) > MOST_LEAVING:
             torch.cuda.current_stream(tensor.device).wait_event(self._leaving.popleft()[1])
         return host
 
-    def _unpack(self, saved: Tensor | _Moved | _Weight) -> Tensor:
+    def _unpack(self, saved: Tensor | _OffloadedTensor | _GatheredView) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
-        if isinstance(saved, _Weight):
-            return saved.now()
+        if isinstance(saved, _GatheredView):
+            return saved.current()
         for _, event in self._leaving:
             torch.cuda.current_stream(saved.device).wait_event(event)
         self._leaving.clear()
-        self._bring(saved)
+        on_device = self._copy_back(saved)
         if saved.event is not None:
             torch.cuda.current_stream(saved.device).wait_event(saved.event)
-            for place in range(max(0, saved.place - AHEAD), saved.place):
-                if (earlier := self._order[place]()) is not None:
-                    self._bring(earlier)
-        found, saved.back = torch.as_tensor(saved.back), None
-        return found
+            # The backward pass goes through saved tensors in reverse order.
+            for index in range(max(0, saved.index - PREFETCHED), saved.index):
+                earlier = self._order[index]()
+                if earlier is not None:
+                    self._copy_back(earlier)
+        saved.on_device = None
+        return on_device
 
-    def _bring(self, moved: _Moved) -> None:
-        """Begin to copy a tensor to its device, unless that has begun."""
-        if moved.back is not None:
-            return
-        if moved.device.type != "cuda":
-            moved.back = moved.host.to(moved.device)
-            return
-        moved.back = torch.empty_like(moved.host, device=moved.device)
-        self._stream.wait_stream(torch.cuda.current_stream(moved.device))
-        with torch.cuda.stream(self._stream):
-            moved.back.copy_(moved.host, non_blocking=True)
-            moved.event = self._stream.record_event()
+    def _copy_back(self, offloaded: _OffloadedTensor) -> Tensor:
+        """Return the tensor on its device; begin the copy unless it has begun."""
+        if offloaded.on_device is not None:
+            return offloaded.on_device
+        device = offloaded.device
+        if device.type != "cuda":
+            offloaded.on_device = offloaded.host.to(device)
+            return offloaded.on_device
+        on_device = torch.empty_like(offloaded.host, device=device)
+        stream = self._stream or torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            on_device.copy_(offloaded.host, non_blocking=True)
+            offloaded.event = stream.record_event()
+        offloaded.on_device = on_device
+        return on_device
 
 
-def _address(tensor: Any) -> int:
-    """Where the storage of a tensor begins, or that of this rank's part of it."""
+def _address(tensor: Tensor) -> int:
+    """Return the address of a tensor's storage; of a DTensor, that of this rank's shard."""
     local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local.untyped_storage().data_ptr()
 
 
 def keep_attention(model: nn.Module) -> None:
-    """Let layers that are recomputed keep what attention returned: it takes longest."""
-    contexts = partial(create_selective_checkpoint_contexts, _policy)
+    """Let checkpointed layers save the outputs of attention, which takes longest to recompute."""
+    contexts = partial(create_selective_checkpoint_contexts, _save_attention)
     for layer, options in checkpointed_layers(model):
         if "context_fn" not in options:
             add_checkpoint_options(layer, context_fn=contexts)
 
 
-def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _save_attention(
+    context: SelectiveCheckpointContext,
+    operation: Callable[..., object],
+    *args: object,
+    **kwargs: object,
+) -> CheckpointPolicy:
     name = str(operation)
-    is_kept = any(word in name for word in ATTENTION) and "backward" not in name
-    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+    is_attention = any(part in name for part in ATTENTION) and "backward" not in name
+    return CheckpointPolicy.MUST_SAVE if is_attention else CheckpointPolicy.PREFER_RECOMPUTE

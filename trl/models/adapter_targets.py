@@ -1,28 +1,34 @@
-"""Checking that the modules an adapter names are in the model."""
+"""Check that the modules an adapter names are in the model."""
 
 import re
 from collections.abc import Collection, Iterable
 from difflib import get_close_matches
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 from transformers.utils import logging
 
 from ..suggestions import did_you_mean
 
+if TYPE_CHECKING:
+    from peft import PeftConfig
+
 logger = logging.get_logger(__name__)
 
 RESOLVED_BY_PEFT = ("all-linear", "dummy-target-modules")
-TYPO = 0.8  # similarity of names, above which one is probably a misspelling of the other
+TYPO = 0.8  # similarity of two names above which one is probably a typo of the other
 
 
-def check_adapter_modules(model: nn.Module, peft_config: Any) -> None:
-    """Raise a ValueError if no module of the model is one that the adapter names, or for a typo.
+def check_adapter_modules(model: nn.Module, peft_config: "PeftConfig") -> None:
+    """Raise a ValueError if the model has none of the modules an adapter names, or for a typo.
 
-    Lists often serve several architectures, so other names that are missing are a warning.
+    Lists of names often serve several architectures, so other missing names only cause a warning.
     """
-    for option in ("target_modules", "modules_to_save"):
-        names = getattr(peft_config, option, None)
+    module_names = {
+        "target_modules": getattr(peft_config, "target_modules", None),
+        "modules_to_save": getattr(peft_config, "modules_to_save", None),
+    }
+    for option, names in module_names.items():
         if not names or str(names).lower() in RESOLVED_BY_PEFT:
             continue
         missing = _missing(names, model)
@@ -37,7 +43,7 @@ def check_adapter_modules(model: nn.Module, peft_config: Any) -> None:
 
 
 def _missing(names: str | Collection[str], model: nn.Module) -> list[str]:
-    """The names, or the regular expression, that fit no module."""
+    """Return the names, or the regular expression, that match no module."""
     paths = [path for path, _ in model.named_modules() if path]
     if isinstance(names, str):
         return [] if any(re.fullmatch(names, path) for path in paths) else [names]
@@ -45,22 +51,22 @@ def _missing(names: str | Collection[str], model: nn.Module) -> list[str]:
 
 
 def _has_typo(missing: list[str], names: set[str], model: nn.Module) -> bool:
-    """Whether a missing name is almost that of a module that the list does not name either."""
-    others = set(_modules_with_matrices(model)) - names
-    return any(get_close_matches(name, others, cutoff=TYPO) for name in missing)
+    """Whether a missing name is similar to that of a module that the list does not name."""
+    unnamed = set(_modules_with_matrices(model)) - names
+    return any(get_close_matches(name, unnamed, cutoff=TYPO) for name in missing)
 
 
 def _is_in(name: str, paths: Iterable[str]) -> bool:
-    """Whether a module has this path, or one that ends with it."""
+    """Whether the path of some module is this name or ends with it."""
     return any(path == name or path.endswith(f".{name}") for path in paths)
 
 
 def _no_module(option: str, missing: list[str], model: nn.Module) -> str:
-    """Say that the model has no such modules, name the nearest, and those that have weights."""
+    """Return an error text: which modules are missing, the most similar, and all candidates."""
     modules = _modules_with_matrices(model)
-    parts = split_names(missing[0])
-    if all(part in modules for part in parts):
-        hint = f" Text is a regular expression of whole paths; for names give a list: {parts}."
+    listed = split_names(missing[0])
+    if all(name in modules for name in listed):
+        hint = f" A string is a regular expression of whole paths; for names give a list: {listed}."
     else:
         hint = did_you_mean(missing[0], modules)
     names = " or ".join(map(repr, missing))
@@ -77,7 +83,7 @@ def split_names(text: str) -> list[str]:
 
 
 def _modules_with_matrices(model: nn.Module) -> list[str]:
-    """The last part of the paths of linear layers, embeddings and their like, each once."""
+    """Return the distinct last components of the paths of modules with a weight matrix."""
     names: dict[str, None] = {}
     for path, module in model.named_modules():
         weight = getattr(module, "weight", None)

@@ -3,11 +3,11 @@
 import copy
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, Self
+from typing import Self
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from accelerate.utils import DeepSpeedPlugin, DistributedType
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
@@ -28,62 +28,70 @@ from .sharded import (
 from .unwrap import is_peft_model
 
 REFERENCE_ADAPTER = "ref"
-# Values of init_lora_weights that take what the adapter starts with out of the base weights.
+# Values of init_lora_weights that subtract the adapter's initial value from the base weights.
 CHANGING_STARTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
-# Blocks of a DeepSpeed configuration that are about training.
+# Entries of a DeepSpeed configuration that concern training only.
 TRAINING = ("optimizer", "scheduler", "train_batch_size", "gradient_accumulation_steps")
 
 
 def create_reference_model(model: PreTrainedModel) -> PreTrainedModel:
     """Return a frozen copy of `model`, edits in memory included, in evaluation mode.
 
-    Weights that ZeRO-3 has partitioned stay so, and every process must call this.
+    Weights that ZeRO-3 has partitioned are partitioned in the copy, too; all ranks must then call
+    this.
     """
-    found = copy.deepcopy(model)
-    modules = zip(model.modules(), found.modules(), strict=True)
-    # Children first, because `Init` looks at a module with all that is below it.
-    for source, module in reversed([*modules] if gather_of(model) is gather_zero3 else []):
-        own = module.named_parameters(recurse=False)
-        missing = [(name, parameter) for name, parameter in own if not hasattr(parameter, "ds_id")]
-        with gathered_parameters(source.parameters(recurse=False)):
-            for name, parameter in missing:
-                parameter.data = source.get_parameter(name).data.clone()
-        if missing:
-            zero = require("deepspeed", "ZeRO-3").zero
-            zero.Init(module=module, config_dict_or_path=deepspeed_config())
-    return found.requires_grad_(False).eval()
+    frozen = copy.deepcopy(model)
+    if gather_of(model) is gather_zero3:
+        modules = list(zip(model.modules(), frozen.modules(), strict=True))
+        # Children first, because `zero.Init` partitions a module with all of its children.
+        for source, module in reversed(modules):
+            _copy_partitioned(source, module)
+    return frozen.requires_grad_(False).eval()
+
+
+def _copy_partitioned(source: nn.Module, module: nn.Module) -> None:
+    """Give a copied module the parameters that ZeRO-3 has partitioned in the source."""
+    own = module.named_parameters(recurse=False)
+    missing = [(name, parameter) for name, parameter in own if not hasattr(parameter, "ds_id")]
+    with gathered_parameters(source.parameters(recurse=False)):
+        for name, parameter in missing:
+            parameter.data = source.get_parameter(name).data.clone()
+    if missing:
+        zero = require("deepspeed", "ZeRO-3").zero
+        zero.Init(module=module, config_dict_or_path=deepspeed_config())
 
 
 class FrozenCopy:
-    """A separate frozen model: a copy, or one that nobody else uses."""
+    """A separate frozen model: a copy of the policy, or a model that only serves as reference."""
 
     def __init__(self, model: PreTrainedModel):
         self.model = model.requires_grad_(False).eval()
 
     def prepare(self, accelerator: Accelerator) -> Self:
-        """Move the copy to where the policy will train, sharded as the policy will be."""
-        kind, state = accelerator.distributed_type, accelerator.state
-        if kind == DistributedType.DEEPSPEED:
-            self.model = _deepspeed(self.model, state.deepspeed_plugin)
-        elif kind != DistributedType.FSDP:
+        """Move the copy to the device of the policy, and shard it like the policy."""
+        engine = accelerator.distributed_type
+        if engine == DistributedType.DEEPSPEED:
+            self.model = _deepspeed(self.model, accelerator.state.deepspeed_plugin)
+        elif engine != DistributedType.FSDP:
             self.model = self.model.to(accelerator.device)
         elif accelerator.is_fsdp2:
             self.model = fsdp2_prepare_model(accelerator, self.model)
         else:
-            start = state.fsdp_plugin.param_init_fn
+            plugin = accelerator.state.fsdp_plugin
+            param_init_fn = plugin.param_init_fn
             self.model = prepare_apart(accelerator, self.model)
-            # Accelerate would later tie the policy's weights as those of the copy are tied.
-            state.fsdp_plugin.param_init_fn = start
+            # accelerate has set this to tie weights as in the copy; it must not tie the policy's.
+            plugin.param_init_fn = param_init_fn
         return self
 
     @contextmanager
     def active(self, policy: nn.Module | None = None) -> Iterator[nn.Module]:
-        """Yield the model to score with, whatever the policy is wrapped in."""
+        """Yield the frozen copy; the policy is not used."""
         yield self.model
 
 
 class AdapterOff:
-    """The policy itself, with a frozen adapter in place of its own, or with none."""
+    """The policy itself, with a frozen adapter in place of its own, or without adapter."""
 
     def __init__(self, model: nn.Module, adapter: str | None = None):
         self.model = model
@@ -94,10 +102,15 @@ class AdapterOff:
 
     @contextmanager
     def active(self, policy: nn.Module | None = None) -> Iterator[nn.Module]:
-        """Yield the policy, as it was prepared for training; its adapter is back afterwards."""
+        """Yield the policy with its adapter switched; the adapter is back afterwards.
+
+        `policy` is the model as it was prepared for training, by default the one without wrappers.
+        """
         with _same_trainable(self.model), ExitStack() as stack:
             if self.adapter is None and self.model.active_peft_config.is_prompt_learning:
-                policy = self.model.get_base_model()  # peft would call its forward of this moment
+                # `disable_adapter` would bind the base model's current forward, which the scorer
+                # replaces.
+                policy = self.model.get_base_model()
             elif self.adapter is None:
                 stack.enter_context(self.model.disable_adapter())
             else:
@@ -108,29 +121,30 @@ class AdapterOff:
 
 @contextmanager
 def _same_trainable(model: nn.Module) -> Iterator[None]:
-    """Switching adapters makes all of the active one trainable; leave what was frozen so."""
-    known = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    """Restore `requires_grad` on exit: switching adapters makes all of the active one trainable."""
+    original = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
         yield
     finally:
-        for parameter, flag in known:
-            if parameter.requires_grad != flag:
-                parameter.requires_grad_(flag)
+        for parameter, requires_grad in original:
+            if parameter.requires_grad != requires_grad:
+                parameter.requires_grad_(requires_grad)
 
 
 ReferencePolicy = FrozenCopy | AdapterOff
 
 
 def make_reference(
-    model: nn.Module, brought_adapter: bool, given: PreTrainedModel | None = None
+    model: nn.Module, had_adapter: bool, ref_model: PreTrainedModel | None = None
 ) -> ReferencePolicy:
-    """Choose the reference for a policy that is not wrapped yet; one that is `given` is frozen.
+    """Make the reference for a policy that is not wrapped yet; a `ref_model` is frozen and used.
 
-    The weights of an adapter that the caller brought belong to the reference, so they are copied
-    into a frozen one. So are those of an adapter whose start has changed the base weights.
+    If the user's model already had an adapter, its weights belong to the reference, so they are
+    copied into a frozen adapter. The same holds for a new adapter whose initialization changed the
+    base weights.
     """
-    if given is not None:
-        return FrozenCopy(given)
+    if ref_model is not None:
+        return FrozenCopy(ref_model)
     if not is_peft_model(model):
         return FrozenCopy(create_reference_model(model))
     config = copy.copy(model.peft_config[model.active_adapter])
@@ -141,7 +155,7 @@ def make_reference(
             "penalty: use bias='none' in the adapter's configuration, or beta=0."
         )
     start = getattr(config, "init_lora_weights", True)
-    if not brought_adapter and not str(start).startswith(CHANGING_STARTS):
+    if not had_adapter and not str(start).startswith(CHANGING_STARTS):
         return AdapterOff(model)
     if REFERENCE_ADAPTER in model.peft_config:
         raise ValueError(
@@ -149,7 +163,7 @@ def make_reference(
             "that is the reference: remove it with model.delete_adapter, or give it another name."
         )
     if hasattr(config, "init_lora_weights"):
-        config.init_lora_weights = True  # not one that changes the base weights once more
+        config.init_lora_weights = True  # so that the base weights don't change once more
     with _same_trainable(model):
         model.add_adapter(REFERENCE_ADAPTER, config)
         with torch.no_grad():
@@ -159,21 +173,22 @@ def make_reference(
 
 
 def frozen_pairs(model: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-    """Each weight of the frozen copy of an adapter, with the trained weight it is a copy of."""
-    states = dict(model.named_parameters())
-    for name, parameter in states.items():
-        parts = name.split(".")
-        if REFERENCE_ADAPTER in parts:
-            own = [model.active_adapter if part == REFERENCE_ADAPTER else part for part in parts]
-            yield parameter, states[".".join(own)]
+    """Yield (frozen, trained) for each weight of the frozen copy of an adapter."""
+    parameters = dict(model.named_parameters())
+    for name, parameter in parameters.items():
+        path = name.split(".")
+        if REFERENCE_ADAPTER in path:
+            trained = [model.active_adapter if x == REFERENCE_ADAPTER else x for x in path]
+            yield parameter, parameters[".".join(trained)]
 
 
-def _deepspeed(model: nn.Module, plugin: Any) -> nn.Module:
+def _deepspeed(model: nn.Module, plugin: DeepSpeedPlugin) -> nn.Module:
+    """Initialize DeepSpeed for a frozen model: the policy's settings without those of training."""
     config = copy.deepcopy(plugin.deepspeed_config)
-    zero = config.get("zero_optimization", {}).items()
+    zero = config.get("zero_optimization", {})
+    zero = {k: v for k, v in zero.items() if not k.startswith("offload_") and v != "auto"}
     config = {k: v for k, v in config.items() if k not in TRAINING and v != "auto"}
-    kept = {k: v for k, v in zero if not k.startswith("offload_") and v != "auto"}
-    config["zero_optimization"] = kept | {"stage": 3 if plugin.zero_stage == 3 else 0}
+    config["zero_optimization"] = zero | {"stage": 3 if plugin.zero_stage == 3 else 0}
     config["train_micro_batch_size_per_gpu"] = 1
     engine, *_ = require("deepspeed", "DeepSpeed").initialize(model=model, config=config)
     return engine.module
@@ -181,10 +196,10 @@ def _deepspeed(model: nn.Module, plugin: Any) -> nn.Module:
 
 @torch.no_grad()
 def whole_weights(model: nn.Module, on_first: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """Names and full tensors in main memory, one gathered at a time; all ranks must iterate.
+    """Yield names and full tensors on the host, gathered one at a time; all ranks must iterate.
 
-    FSDP1 gathers all of them before the first: on every rank, or `on_first`, where only that of
-    rank 0 is read.
+    FSDP1 gathers all tensors before the first is yielded: on every rank, or only on rank 0 with
+    `on_first`, for callers that read the tensors of rank 0 only.
     """
     with _full_states_of_fsdp1(model, on_first):
         state = model.state_dict(keep_vars=True)
@@ -196,29 +211,32 @@ def whole_weights(model: nn.Module, on_first: bool = False) -> Iterator[tuple[st
 
 @contextmanager
 def _full_states_of_fsdp1(model: nn.Module, on_first: bool) -> Iterator[None]:
-    """Let `state_dict` of a model that FSDP1 shards put whole weights into main memory."""
+    """Let `state_dict` of a model that FSDP1 shards return full weights on the host."""
     if not fsdp1_units(model.modules()):
         yield
         return
     config = FullStateDictConfig(offload_to_cpu=True, rank0_only=on_first)
-    kind = StateDictType.FULL_STATE_DICT
-    with FullyShardedDataParallel.state_dict_type(model, kind, config):
+    full = StateDictType.FULL_STATE_DICT
+    with FullyShardedDataParallel.state_dict_type(model, full, config):
         yield
 
 
 @torch.no_grad()
 def load_weights(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """Load what `whole_weights` yielded; every rank has all of it."""
+    """Load what `whole_weights` yielded; each rank must pass all of it."""
     if gather_of(model) in (None, gather_fsdp1):
         model.load_state_dict(state)
         return
-    targets: dict[str, Any] = model.state_dict(keep_vars=True)
+    targets: dict[str, Tensor] = model.state_dict(keep_vars=True)
     if targets.keys() != state.keys():
         differing = ", ".join(sorted(targets.keys() ^ state.keys()))
-        raise RuntimeError(f"Weights of the model or of the stored reference alone: {differing}.")
+        raise RuntimeError(
+            f"The stored reference does not fit the model. Weights that only one has: {differing}."
+        )
     for name, target in targets.items():
         value = state[name]
-        if (mesh := getattr(target, "device_mesh", None)) is not None:  # cut as FSDP2 has cut it
+        mesh = getattr(target, "device_mesh", None)
+        if mesh is not None:  # shard the value like the target, which FSDP2 has sharded
             value = distribute_tensor(value.to(mesh.device_type), mesh, target.placements)
         with gathered_parameters([target], 0):
             target.data.copy_(value)

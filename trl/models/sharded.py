@@ -1,7 +1,7 @@
-"""Weights of which each rank holds a part: DeepSpeed ZeRO-3, FSDP1, FSDP2.
+"""Sharded weights (DeepSpeed ZeRO-3, FSDP1, FSDP2): gather, read and release them.
 
-Training leaves it to hooks of these engines when a module's weights are gathered. In here the hooks
-are off, so that nothing communicates but what is written here.
+In training, hooks of these engines gather a module's weights. The functions here switch those hooks
+off, so that only their own collectives run.
 """
 
 import sys
@@ -16,10 +16,10 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from ..imports import require
 from ..torch_internals import forward_hooks, module_before_compile, reshard_fsdp1
 
-# Holds the whole weights that belong to modules themselves, not to their children: in a block, or
-# in each call of a function that it decorates.
+# A context manager, also usable as a decorator, in which the weights that modules own directly,
+# not those of their children, are gathered.
 Gather = Callable[[Sequence[nn.Module]], Any]
-# Their hooks around forwards communicate.
+# Packages whose forward hooks communicate.
 PACKAGES = ("deepspeed", "torch.distributed.fsdp")
 
 
@@ -31,22 +31,22 @@ def gather_zero3(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def gathered_parameters(
-    parameters: Iterable[Any], changed_by: int | None = None
-) -> AbstractContextManager[Any]:
-    """Hold whole what ZeRO-3 has partitioned; ranks take over what rank `changed_by` changes."""
-    found = [parameter for parameter in parameters if hasattr(parameter, "ds_id")]
-    if not found:
+    parameters: Iterable[Tensor], changed_by: int | None = None
+) -> AbstractContextManager[object]:
+    """Gather parameters that ZeRO-3 has partitioned; changes by rank `changed_by` are kept."""
+    partitioned = [parameter for parameter in parameters if hasattr(parameter, "ds_id")]
+    if not partitioned:
         return nullcontext()
-    for parameter in found:
-        # Marks that a forward without backward left would forbid to partition it again.
+    for parameter in partitioned:
+        # A forward without backward leaves marks that would prevent partitioning it again.
         parameter.ds_active_sub_modules.clear()
     gather = require("deepspeed", "ZeRO-3").zero.GatheredParameters
-    return gather(found, modifier_rank=changed_by)
+    return gather(partitioned, modifier_rank=changed_by)
 
 
 @contextmanager
 def gather_fsdp2(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """`fully_shard` of torch: the parameters of a unit are DTensors."""
+    """FSDP2, torch's `fully_shard`: the parameters of a unit are DTensors."""
     with ExitStack() as stack:
         for unit in (module for module in modules if isinstance(module, FSDPModule)):
             stack.callback(unit.reshard)
@@ -56,21 +56,21 @@ def gather_fsdp2(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def gather_fsdp1(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """`FullyShardedDataParallel` of torch: a wrapper around each unit holds its flat parameter."""
+    """FSDP1, `FullyShardedDataParallel`: a wrapper around each unit holds its flat parameter."""
     with ExitStack() as stack:
-        # The outermost comes first: the first unit that is used takes itself for the root.
+        # The outermost unit comes first: the first unit that is used becomes the root.
         for unit in fsdp1_units(modules):
-            held = type(unit).summon_full_params(unit, recurse=False, writeback=False)
-            stack.enter_context(held)
+            full_params = type(unit).summon_full_params(unit, recurse=False, writeback=False)
+            stack.enter_context(full_params)
         yield
 
 
-def fsdp1_units(modules: Iterable[nn.Module]) -> list[Any]:
+def fsdp1_units(modules: Iterable[nn.Module]) -> list[FullyShardedDataParallel]:
     return [module for module in modules if isinstance(module, FullyShardedDataParallel)]
 
 
 def gather_of(model: nn.Module) -> Gather | None:
-    """How the engine that shards the weights of a model gathers them; None if they are whole."""
+    """Return the gather function for the engine that shards a model; None if it is not sharded."""
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         return gather_zero3
     if any(isinstance(module, FSDPModule) for module in model.modules()):
@@ -80,11 +80,12 @@ def gather_of(model: nn.Module) -> Gather | None:
 
 @contextmanager
 def gathered(model: nn.Module, at_once: bool = True) -> Iterator[None]:
-    """Let a model whose weights may be sharded compute as if they were whole.
+    """Gather sharded weights inside, so that each rank can run the model by itself.
 
-    All ranks must enter and leave together. `at_once`, each holds all weights, and may compute what
-    and when it wants; otherwise what is outside the layers (embeddings, last norm, output
-    projection), and a layer while it runs. All ranks must then run the layers equally often.
+    All ranks must enter and leave together. With `at_once` each rank holds all weights and runs
+    forwards independently. Otherwise it holds what is outside the layers (embeddings, last norm,
+    output projection) and gathers each layer while it runs; all ranks must then run the layers
+    equally often.
     """
     gather = gather_of(model)
     if gather is None:
@@ -104,68 +105,79 @@ def gathered(model: nn.Module, at_once: bool = True) -> Iterator[None]:
 
 
 def layers_of(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules that run one after the other: members of lists that are in no other list."""
+    """Yield the layers of a model: members of module lists that are not inside another list."""
     for child in model.children():
         yield from child if isinstance(child, nn.ModuleList) else layers_of(child)
 
 
 @contextmanager
 def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Let calls of `module` run `forward`, between hooks that fire as usual."""
-    own = {name: value for name, value in vars(module).items() if name == "forward"}
-    vars(module)["forward"] = forward
+    """Let calls of `module` run `forward` inside; hooks fire as usual."""
+    attributes = vars(module)
+    had_own = "forward" in attributes
+    previous = attributes.get("forward")
+    attributes["forward"] = forward
     try:
         yield
     finally:
-        del vars(module)["forward"]
-        vars(module).update(own)
+        del attributes["forward"]
+        if had_own:
+            attributes["forward"] = previous
 
 
 @contextmanager
 def _without_hooks(model: nn.Module) -> Iterator[None]:
-    """Take away the hooks around forwards that engines have put on modules."""
-    both = [hooks for module in model.modules() for hooks in forward_hooks(module)]
-    kept: list[tuple[Any, Any]] = [(hooks, dict(hooks)) for hooks in both if hooks]
+    """Remove the forward hooks of sharding engines from all modules inside."""
+    all_hooks = [hooks for module in model.modules() for hooks in forward_hooks(module) if hooks]
+    originals = [(hooks, dict(hooks)) for hooks in all_hooks]
     try:
-        for hooks, before in kept:
-            for key, hook in before.items():
+        for hooks, original in originals:
+            for key, hook in original.items():
                 if str(getattr(hook, "__module__", "")).startswith(PACKAGES):
                     del hooks[key]
         yield
     finally:
-        for hooks, before in kept:
+        for hooks, original in originals:
             hooks.clear()
-            hooks.update(before)
+            hooks.update(original)
 
 
 def whole(parameter: Tensor) -> Tensor:
-    """The full tensor of a parameter that FSDP2 may have sharded; a collective if it has."""
-    value: Any = parameter.detach()
+    """Return the full tensor of a parameter; a collective operation if FSDP2 has sharded it."""
+    value = parameter.detach()
     if hasattr(value, "full_tensor"):
-        # Shards offloaded to the host travel through the device that the ranks talk over.
+        # Shards offloaded to the host are gathered through the device of the process group.
         value = value.to(value.device_mesh.device_type).full_tensor()
     return value
 
 
 def unwrapped(model: nn.Module) -> Any:
-    """The module below those of DDP, FSDP1, DeepSpeed and `torch.compile` around it."""
-    # What accelerate has for this takes as long as the forward of a small model.
-    found: Any = model
-    around: Any = (nn.parallel.DistributedDataParallel, nn.DataParallel, FullyShardedDataParallel)
+    """Return the module inside wrappers of DDP, FSDP1, DeepSpeed and `torch.compile`."""
+    # accelerate's function for this takes as long as the forward of a small model.
+    wrappers: tuple[type[nn.Module], ...] = (
+        nn.parallel.DistributedDataParallel,
+        nn.DataParallel,
+        FullyShardedDataParallel,
+    )
     if "deepspeed" in sys.modules:  # otherwise nothing can be wrapped by it
-        around += (require("deepspeed", "DeepSpeed").DeepSpeedEngine,)
-    while isinstance(found, around) or module_before_compile(found) is not None:
-        found = found.module if isinstance(found, around) else module_before_compile(found)
-    return found
+        wrappers += (require("deepspeed", "DeepSpeed").DeepSpeedEngine,)
+    while True:
+        if isinstance(model, wrappers):
+            model = model.module
+            continue
+        compiled = module_before_compile(model)
+        if compiled is None:
+            return model
+        model = compiled
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether each rank holds a part of the weights of `model`."""
+    """Whether each rank holds only a shard of the weights of `model`."""
     return torch.distributed.is_initialized() and gather_of(model) is not None
 
 
 def release(model: nn.Module) -> None:
-    """Give back weights that FSDP leaves whole after a forward, for a backward pass to come."""
+    """Free weights that FSDP keeps gathered after a forward, in case a backward pass follows."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -173,11 +185,15 @@ def release(model: nn.Module) -> None:
         reshard_fsdp1(unit)
 
 
-def local_shard(parameter: Any) -> Tensor:
-    """This rank's part of a parameter, or all of it, to read or to change after `release`."""
+def local_shard(parameter: Tensor) -> Tensor:
+    """Return this rank's shard of a parameter, to read or change; call `release` before.
+
+    That is the whole parameter if it is not sharded.
+    """
     if hasattr(parameter, "ds_id"):
         parameter.ds_active_sub_modules.clear()
-        parameter.partition()  # small ones may be whole, and would not notice a change
+        # ZeRO-3 may keep small parameters gathered, which would not see a change of the shard.
+        parameter.partition()
         return parameter.ds_tensor
     value = parameter.detach()
     return value.to_local() if hasattr(value, "to_local") else value

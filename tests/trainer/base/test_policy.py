@@ -253,7 +253,7 @@ def test_a_reference_that_is_given_is_not_copied(tmp_path):
     named = load_reference(save_tiny(tmp_path / "model", seed=3), policy, args)
     assert torch.equal(weights(named), weights(tiny_model(seed=3)))
     assert load_reference(named, policy, args) is named
-    reference = make_reference(policy, brought_adapter=False, given=named)
+    reference = make_reference(policy, had_adapter=False, ref_model=named)
     assert reference.model is named
     assert not any(parameter.requires_grad for parameter in named.parameters())
     assert load_reference(None, policy, args) is None
