@@ -100,7 +100,7 @@ def test_float32_unless_said_otherwise(tmp_path):
 
 def test_several_processes_place_the_model_themselves(tmp_path):
     options = {"device_map": "auto"}
-    with pytest.warns(UserWarning, match="device_map is left out"):
+    with pytest.warns(UserWarning, match="device_map is ignored"):
         loaded = load_policy(save_tiny(tmp_path), options, distributed=True)
     assert getattr(loaded, "hf_device_map", None) is None
     assert loaded.device == torch.device("cpu")

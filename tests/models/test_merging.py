@@ -301,7 +301,7 @@ def test_where_a_merge_may_be_written(tmp_path):
     (tmp_path / "merged").mkdir()
     check_output(tmp_path / "merged", adapter)
     for name in ("adapter", "base"):
-        with pytest.raises(ValueError, match="is merged from: choose another folder"):
+        with pytest.raises(ValueError, match="is an input of the merge: choose another folder"):
             check_output(tmp_path / name, adapter)
     (tmp_path / "merged" / "notes.txt").write_text("mine")
     with pytest.raises(ValueError, match="is not empty, and not an earlier merge"):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,18 +21,24 @@ from ..imports import require
 from . import loading
 from .patches import forget_one_way_conversions
 from .stored_adapter import StoredAdapter
+from .weights import is_adapter_layer
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from transformers import BitsAndBytesConfig
 
 MERGE_RECORD = "merge.json"  # written into each merged model; marks a folder that may be replaced
-# Values of `init_lora_weights` that change base weights by chance or by data: not to be redone.
+# Values of `init_lora_weights` that change base weights at random or by data: not reproducible.
 UNREPEATABLE_STARTS = ("pissa_niter", "corda", "lora_ga")
-# Values that change base weights the same way each time, computed in float32.
+# Values that change base weights in a reproducible way, if computed in float32.
 REPEATABLE_STARTS = ("pissa", "olora", "loftq")
 HALF = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class MergedModel:
-    """A model with an adapter merged in, and what to tell the user about it."""
+    """A model with an adapter merged in, and messages for the user."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None
@@ -48,10 +54,10 @@ def merge_adapter(
 ) -> MergedModel:
     """Load the base model of an adapter and merge the adapter into its weights.
 
-    A base model that was quantized during training is quantized alike and then dequantized, so
-    that the result computes what was trained; `full_precision` uses its weights as they are
-    stored. Each layer is merged in float32. `dtype` is that of the result; "auto": that of the
-    stored base model.
+    If the base model was quantized during training, it is quantized in the same way and then
+    dequantized, so that the result computes what was trained; with `full_precision` its weights are
+    used as stored. Each layer is merged in float32. `dtype` is that of the result; "auto" is that
+    of the stored base model.
 
     Raises ValueError if adapter and base model do not fit.
     """
@@ -79,7 +85,7 @@ def merge_adapter(
 def _load_base(
     adapter: StoredAdapter, dtype: str, full_precision: bool, trust_remote_code: bool
 ) -> tuple[PreTrainedModel, list[str]]:
-    """Load the model an adapter belongs to, with as many embeddings and labels; and notices."""
+    """Load the base model of an adapter, resized to its vocabulary and labels; return notices."""
     name = adapter.base_model
     try:
         config = loading.load_config(name, adapter.revision, trust_remote_code)
@@ -93,14 +99,16 @@ def _load_base(
         "revision": adapter.revision,
         "trust_remote_code": trust_remote_code,
     }
-    kind, labels = loading.architecture(config), _num_labels(adapter)
+    model_class = loading.architecture(config)
     if adapter.config.task_type == "SEQ_CLS":
-        kind = AutoModelForSequenceClassification
-        options |= {} if labels is None else {"num_labels": labels}
+        model_class = AutoModelForSequenceClassification
+        labels = _num_labels(adapter)
+        if labels is not None:
+            options["num_labels"] = labels
     stored_quantization = getattr(config, "quantization_config", None)
     if stored_quantization is None and adapter.quantization and not full_precision:
         options["quantization_config"] = _quantization_config(adapter.quantization)
-    model, report = kind.from_pretrained(name, output_loading_info=True, **options)
+    model, report = model_class.from_pretrained(name, output_loading_info=True, **options)
     _check_base_weights(adapter, report["missing_keys"])
     notices = []
     if getattr(model, "is_quantized", False):
@@ -114,7 +122,7 @@ def _num_labels(adapter: StoredAdapter) -> int | None:
     return sizes[0] if sizes else None
 
 
-def _quantization_config(settings: dict[str, Any]) -> Any:
+def _quantization_config(settings: dict[str, Any]) -> "BitsAndBytesConfig":
     require("bitsandbytes", "an adapter that was trained on a quantized base model")
     from transformers import BitsAndBytesConfig
 
@@ -122,19 +130,19 @@ def _quantization_config(settings: dict[str, Any]) -> Any:
 
 
 def _check_base_weights(adapter: StoredAdapter, missing: set[str]) -> None:
-    """Refuse a base model without weights that the adapter does not bring either."""
-    brought = {name.removeprefix("base_model.model.") for name in adapter.shapes}
-    lacking = sorted(set(missing) - brought)
+    """Raise a ValueError if weights are missing from both the base model and the adapter."""
+    in_adapter = {name.removeprefix("base_model.model.") for name in adapter.shapes}
+    lacking = sorted(set(missing) - in_adapter)
     if lacking:
         raise ValueError(
             f"{adapter.base_model} has no weights for {', '.join(lacking[: loading.MOST_NAMED])}, "
-            "and the adapter brings none: it belongs to another base model. Give that "
+            "and neither has the adapter: it belongs to another base model. Give that "
             "as --base_model."
         )
 
 
-def _dequantize(model: PreTrainedModel, name: str, is_stored_so: bool) -> str:
-    """Turn quantized weights into floats, in place; returns a notice."""
+def _dequantize(model: PreTrainedModel, name: str, is_stored_quantized: bool) -> str:
+    """Dequantize weights in place; return a notice."""
     bits = 8 if getattr(model, "is_loaded_in_8bit", False) else 4
     try:
         model.dequantize()
@@ -144,19 +152,21 @@ def _dequantize(model: PreTrainedModel, name: str, is_stored_so: bool) -> str:
             "it. Give the model in full precision as --base_model."
         ) from error
     forget_one_way_conversions(model)
-    if is_stored_so:
+    if is_stored_quantized:
         return f"The base model is stored in {bits} bits; its weights were dequantized."
-    rounds = " In 8 bits, layers also round their inputs, which a merged model does not."
-    return (
+    notice = (
         f"The adapter was trained on a base model in {bits} bits, so it is merged into weights "
-        f"rounded alike; --full_precision merges it into those of {name} as they are stored."
-        f"{rounds if bits == 8 else ''}"
+        f"rounded in the same way; --full_precision merges it into the stored weights of {name}."
     )
+    if bits == 8:
+        notice += " In 8 bits, layers also round their inputs, which a merged model does not."
+    return notice
 
 
 def _resize_embeddings(model: PreTrainedModel, adapter: StoredAdapter) -> None:
-    """Give the model as many embeddings as the adapter's file holds, if it holds their matrix."""
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    """Resize the embeddings to the matrix in the adapter's file, if it holds one."""
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
     size = _stored_rows(model, embedding, adapter)
     if size is None or size == embedding.num_embeddings:
         return
@@ -171,7 +181,7 @@ def _resize_embeddings(model: PreTrainedModel, adapter: StoredAdapter) -> None:
 
 
 def _stored_rows(model: nn.Module, layer: nn.Module, adapter: StoredAdapter) -> int | None:
-    """Rows of the matrix that the adapter's file holds for a layer; None if it holds none."""
+    """Return the rows of a layer's matrix in the adapter's file; None if it holds none."""
     name = next(name for name, module in model.named_modules() if module is layer)
     for end in ("weight", "base_layer.weight"):
         shape = adapter.shapes.get(f"base_model.model.{name}.{end}")
@@ -182,27 +192,27 @@ def _stored_rows(model: nn.Module, layer: nn.Module, adapter: StoredAdapter) -> 
 
 @contextmanager
 def _without_advice_on_ties() -> Iterator[None]:
-    """Silence what peft says about tied weights, which are untied here."""
+    """Silence peft's warnings about tied weights, which are untied here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*tie", UserWarning)
         yield
 
 
 @_without_advice_on_ties()
-def _attach(model: PreTrainedModel, adapter: StoredAdapter) -> Any:
-    """Put the adapter on its base model, all its tensors and no other."""
+def _attach(model: PreTrainedModel, adapter: StoredAdapter) -> "PeftModel":
+    """Load the adapter onto its base model; a ValueError if tensors are missing or unexpected."""
     device = next(model.parameters()).device
     try:
-        policy: Any = loading.add_adapter(model, adapter.config)
+        policy: PeftModel = loading.add_adapter(model, adapter.config)
         loaded = policy.load_adapter(str(adapter.folder), "default", torch_device=str(device))
-    except (RuntimeError, ValueError) as error:  # of other shapes, or without the target modules
+    except (RuntimeError, ValueError) as error:  # other shapes, or no such target modules
         raise _misfit(adapter, str(error)) from error
-    whole = {name.rpartition(".")[2] for name, _ in model.named_modules()}
-    whole &= set(getattr(adapter.config, "modules_to_save", None) or ())
-    lost = [name for name in sorted(whole) if not any(f".{name}." in x for x in adapter.shapes)]
-    # If the vocabulary has grown, peft stores copies of embeddings twice, and reads them once.
-    extra = [name for name in loaded.unexpected_keys if ".modules_to_save." not in name]
-    problems = {"missing": [*loaded.missing_keys, *lost], "unexpected": extra}
+    saved_modules = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    saved_modules &= set(getattr(adapter.config, "modules_to_save", None) or ())
+    lost = [x for x in sorted(saved_modules) if not any(f".{x}." in key for key in adapter.shapes)]
+    # If the vocabulary has grown, peft stores copies of embeddings twice, and reads one of them.
+    unexpected = [name for name in loaded.unexpected_keys if ".modules_to_save." not in name]
+    problems = {"missing": [*loaded.missing_keys, *lost], "unexpected": unexpected}
     for problem, names in problems.items():
         if names:
             raise _misfit(adapter, f"{problem}: {', '.join(names[: loading.MOST_NAMED])}")
@@ -220,11 +230,11 @@ def _misfit(adapter: StoredAdapter, reason: str) -> ValueError:
 
 @_without_advice_on_ties()
 @torch.no_grad()
-def _merge(policy: Any) -> PreTrainedModel:
+def _merge(policy: "PeftModel") -> PreTrainedModel:
     """Merge the active adapter, layer by layer in float32, and remove it."""
     is_untied = _untie(policy.get_base_model())
     for module in policy.modules():
-        if hasattr(type(module), "get_base_layer"):  # a `BaseTunerLayer` of peft
+        if is_adapter_layer(module):
             _merge_layer(module, policy.active_peft_config.peft_type.value)
     model: PreTrainedModel = policy.unload()
     if is_untied:
@@ -232,7 +242,7 @@ def _merge(policy: Any) -> PreTrainedModel:
     return model
 
 
-def _merge_layer(layer: Any, kind: str) -> None:
+def _merge_layer(layer: "BaseTunerLayer", peft_type: str) -> None:
     base = layer.get_base_layer()
     dtypes = {weight.dtype for weight in base.parameters()}
     if dtypes & set(HALF):
@@ -240,30 +250,35 @@ def _merge_layer(layer: Any, kind: str) -> None:
     try:
         layer.merge(safe_merge=True)
     except (NotImplementedError, ValueError, RuntimeError) as error:
-        raise ValueError(f"This adapter of type {kind} cannot be merged: {error}") from error
+        raise ValueError(f"This adapter of type {peft_type} cannot be merged: {error}") from error
     if len(dtypes) == 1:
         base.to(dtypes.pop())
 
 
 def _untie(model: PreTrainedModel) -> bool:
-    """Let head and embedding hold weights of their own, as an adapter may change one alone."""
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if head is None or _plain(head).weight is not _plain(embedding).weight:
+    """Give head and embedding separate weights, as an adapter may change only one of them.
+
+    Returns whether they were tied.
+    """
+    head = model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
+    if head is None or _base_layer(head).weight is not _base_layer(embedding).weight:
         return False
-    _plain(head).weight = nn.Parameter(_plain(head).weight.detach().clone(), requires_grad=False)
+    weight = _base_layer(head).weight.detach().clone()
+    _base_layer(head).weight = nn.Parameter(weight, requires_grad=False)
     return True
 
 
-def _plain(module: Any) -> Any:
-    """The layer below the wrappers of an adapter."""
+def _base_layer(module: nn.Module) -> nn.Module:
+    """Return the layer inside the wrappers of an adapter."""
     module = getattr(module, "original_module", module)
-    return module.get_base_layer() if hasattr(type(module), "get_base_layer") else module
+    return module.get_base_layer() if is_adapter_layer(module) else module
 
 
 def _tie_if_equal(model: PreTrainedModel) -> None:
-    """Tie head and embedding again if the adapter left them equal; else record that they differ."""
-    head: Any = model.get_output_embeddings()
-    embedding: Any = model.get_input_embeddings()
+    """Tie head and embedding again if they are still equal; write the result to the config."""
+    head = model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
     are_equal = torch.equal(head.weight, embedding.weight)
     if are_equal:
         head.weight = embedding.weight
@@ -274,11 +289,12 @@ def _tie_if_equal(model: PreTrainedModel) -> None:
 def _load_tokenizer(
     adapter: StoredAdapter, trust_remote_code: bool
 ) -> PreTrainedTokenizerBase | None:
-    """Load the tokenizer stored with the adapter, or else that of the base model."""
-    places = [(str(adapter.folder), None), (adapter.base_model, adapter.revision)]
-    if not (adapter.folder / "tokenizer_config.json").exists():
-        places = places[1:]
-    name, revision = places[0]
+    """Load the tokenizer stored with the adapter, otherwise that of the base model."""
+    name = adapter.base_model
+    revision = adapter.revision
+    if (adapter.folder / "tokenizer_config.json").exists():
+        name = str(adapter.folder)
+        revision = None
     try:
         return AutoTokenizer.from_pretrained(
             name, revision=revision, trust_remote_code=trust_remote_code
@@ -300,7 +316,7 @@ def write_merged(
         "base_model": adapter.base_model,
         "dtype": str(merged.model.dtype).removeprefix("torch."),
     }
-    # First, so that what an interrupted merge leaves may be replaced.
+    # Written first, so that the files of an interrupted merge may be replaced.
     (folder / MERGE_RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     merged.model.save_pretrained(folder, max_shard_size=max_shard_size)
     if merged.tokenizer is not None:
@@ -311,7 +327,9 @@ def check_output(folder: Path, adapter: StoredAdapter) -> None:
     """Refuse to write into a folder that holds anything but an earlier merge."""
     for name in (str(adapter.folder), adapter.base_model):
         if folder.resolve() == Path(name).expanduser().resolve():
-            raise ValueError(f"output_dir={str(folder)!r} is merged from: choose another folder.")
+            raise ValueError(
+                f"output_dir={str(folder)!r} is an input of the merge: choose another folder."
+            )
     if not folder.exists():
         return
     if not folder.is_dir():

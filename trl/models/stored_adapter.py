@@ -1,9 +1,9 @@
-"""An adapter as it is stored: what it was trained on, and whether it can be merged."""
+"""Read a stored adapter: which model it was trained on, and whether it can be merged."""
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
@@ -12,7 +12,10 @@ from ..imports import require
 from ..suggestions import did_you_mean
 from . import loading
 
-RUN_RECORD = "run.json"  # of a trainer, in its output folder
+if TYPE_CHECKING:
+    from peft import PeftConfig
+
+RUN_RECORD = "run.json"  # which trainers write into their output folder
 
 
 @dataclass(frozen=True)
@@ -20,7 +23,7 @@ class StoredAdapter:
     """An adapter in a folder, and the model it was trained on."""
 
     folder: Path
-    config: Any  # peft.PeftConfig
+    config: "PeftConfig"
     shapes: dict[str, list[int]]  # of each tensor in its file
     base_model: str
     revision: str | None
@@ -33,7 +36,7 @@ class StoredAdapter:
 
 
 def read_adapter(name: str, base_model: str | None = None) -> StoredAdapter:
-    """Read what a folder, or a repository of the hub, says about its adapter.
+    """Read the adapter in a folder or in a repository of the hub, without its weights.
 
     Raises ValueError or OSError if there is none, if it cannot be merged, or if a file is missing.
     """
@@ -41,7 +44,7 @@ def read_adapter(name: str, base_model: str | None = None) -> StoredAdapter:
     _check_files(folder)
     peft = require("peft", "trl merge")
     config = peft.PeftConfig.from_pretrained(str(folder))
-    _check_kind(config)
+    _check_can_merge(config)
     base = base_model or config.base_model_name_or_path
     if not base:
         raise ValueError(
@@ -92,14 +95,16 @@ def _check_files(folder: Path) -> None:
         )
 
 
-def _check_kind(config: Any) -> None:
-    """Refuse adapters that are no change of weights, and tasks that no trainer here has."""
-    peft, kind = require("peft", "trl merge"), config.peft_type.value
+def _check_can_merge(config: "PeftConfig") -> None:
+    """Raise a ValueError if an adapter does not change weights, or has a task of no trainer."""
+    peft = require("peft", "trl merge")
+    peft_type = peft.PeftType(config.peft_type).value
     tuner = peft.mapping.PEFT_TYPE_TO_TUNER_MAPPING.get(config.peft_type)
     if config.is_prompt_learning or not hasattr(tuner, "merge_and_unload"):
         raise ValueError(
-            f"An adapter of type {kind} adds tokens or layers instead of changing weights, so it "
-            "cannot be merged. Use it with peft.PeftModel.from_pretrained."
+            f"An adapter of type {peft_type} adds tokens or layers instead of "
+            "changing weights, so it cannot be merged. Use it with "
+            "peft.PeftModel.from_pretrained."
         )
     if config.task_type not in (None, "CAUSAL_LM", "SEQ_CLS"):
         raise ValueError(
@@ -114,7 +119,7 @@ def _shapes(path: Path) -> dict[str, list[int]]:
 
 
 def _recorded_quantization(folder: Path) -> dict[str, Any] | None:
-    """How the base model was quantized in the run that wrote an output folder or a checkpoint."""
+    """Return how the run that wrote a folder quantized the base model; None if not recorded."""
     for record in (folder / RUN_RECORD, folder.resolve().parent / RUN_RECORD):
         if record.is_file():
             run: dict[str, Any] = json.loads(record.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Helpers of rollout functions, under the module name that scripts import."""
+"""Helpers for rollout functions, under the module name that scripts import."""
 
 from . import reference, unwrap
 
