@@ -15,8 +15,8 @@ import step_time
 from step_time import MACHINES, StepTime
 
 from trl.memory.plan import Plan
+from trl.memory.rank_memory import RankMemory
 from trl.memory.settings import RunSettings, Sharding
-from trl.memory.shares import Shares
 from trl.number_format import format_bytes
 
 ROOT = Path(__file__).parents[1]
@@ -111,9 +111,9 @@ def engine_table() -> str:
     rows[0] += ["optimizer", "gathered in training", "gathered to generate", "layer by layer"]
     for name, sharding in ENGINES.items():
         run = _run(sharding)
-        shares = Shares(model, run)
-        parts: list[float] = [shares.weights, shares.gradients, shares.waiting, shares.optimizer]
-        parts += [shares.training, shares.whole, shares.layerwise]
+        rank = RankMemory(model, run)
+        parts: list[float] = [rank.weights, rank.gradients, rank.waiting, rank.optimizer]
+        parts += [rank.training, rank.whole, rank.layerwise]
         rows.append([name, *map(format_bytes, parts)])
     return markdown(rows)
 

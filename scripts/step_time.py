@@ -26,8 +26,8 @@ from trl.cli.memory_plan import make_parser, plan_of
 from trl.memory.estimate import Estimate
 from trl.memory.model_size import FLOAT32, ModelSize
 from trl.memory.plan import Plan, render, table
+from trl.memory.rank_memory import RankMemory
 from trl.memory.settings import RunSettings
-from trl.memory.shares import Shares
 
 
 @dataclass(frozen=True)
@@ -247,7 +247,7 @@ class StepTime:
     def _reducing(self) -> float:
         """Seconds in which the gradients of an update are summed over the ranks."""
         run, sharding = self.run, self.run.sharding
-        count = Shares(self.model, run).trained * self.model.trainable
+        count = RankMemory(self.model, run).trained * self.model.trainable
         if not sharding.stage:
             return 2 * self.machine.ring(count, run.processes)  # reduced, then gathered
         each_time = sharding.syncs and sharding.stage > 1
@@ -263,9 +263,9 @@ class StepTime:
     def update(self) -> Seconds:
         """States, weights and gradients are read and written once; ZeRO-1 and 2 then gather."""
         run, sharding = self.run, self.run.sharding
-        shares = Shares(self.model, run)
-        share = sharding.share(1) * self.model.trainable
-        moved = 2 * shares.optimizer + (FLOAT32 + run.weight_bytes) * share
+        rank = RankMemory(self.model, run)
+        share = sharding.fraction(1) * self.model.trainable
+        moved = 2 * rank.optimizer + (FLOAT32 + run.weight_bytes) * share
         seconds = moved / self.machine.host if sharding.offloads_optimizer else self._read(moved)
         gathers = sharding.is_zero and 0 < sharding.stage < 3
         weights = run.weight_bytes * self.model.trainable

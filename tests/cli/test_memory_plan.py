@@ -262,8 +262,8 @@ def test_a_value_model_of_its_own(folder):
     values = planned(folder, "ppo", value_model_name_or_path=folder / "tiny-model").estimate
     size = values.run.value_model
     assert size.parameters < values.model.parameters and size.vocabulary == 0
-    assert values.shares.weights - alone.shares.weights == 4 * size.parameters
-    assert values.shares.optimizer - alone.shares.optimizer == 8 * size.parameters
+    assert values.rank.weights - alone.rank.weights == 4 * size.parameters
+    assert values.rank.optimizer - alone.rank.optimizer == 8 * size.parameters
 
 
 def test_the_command_prints_the_plan(folder, capsys):

@@ -12,8 +12,8 @@ from held_bytes import BUCKET, SHAPE
 from tiny import tiny_model
 
 from trl.memory.model_size import model_size
+from trl.memory.rank_memory import RankMemory
 from trl.memory.settings import RunSettings, Sharding
-from trl.memory.shares import Shares
 
 SCRIPT = Path(__file__).with_name("held_bytes.py")
 ENGINES = {
@@ -36,11 +36,11 @@ def test_ranks_hold_what_is_predicted(kind):
         pytest.importorskip("deepspeed")
     ranks = launch(SCRIPT, KINDS[kind][0], *KINDS[kind])
     for engine in KINDS[kind]:
-        shares = Shares(size, RUN.replace(sharding=ENGINES[engine]))
+        rank = RankMemory(size, RUN.replace(sharding=ENGINES[engine]))
         expected = {
-            "rest": shares.held().total,
-            "waiting": shares.held(shares.waiting).total,
-            "update": shares.held(shares.gradients).total,
+            "rest": rank.resident().total,
+            "waiting": rank.resident(rank.waiting).total,
+            "update": rank.resident(rank.gradients).total,
         }
         for rank, found in enumerate(ranks):
             # Step counters of the optimizer, and what pads shares to equal sizes.

@@ -17,8 +17,8 @@ from trl.generation.transformers.backend import TransformersBackend, split_into_
 from trl.generation.transformers.sampler import sample_tokens
 from trl.memory.estimate import Estimate, Head, Layer
 from trl.memory.model_size import model_size
+from trl.memory.rank_memory import MemoryUse
 from trl.memory.settings import RunSettings
-from trl.memory.shares import Parts
 from trl.models.lm_head import OutputHead
 from trl.ops.linear_logprobs import CHUNK_ON_ACCELERATOR, CHUNK_ON_CPU, LogitTransform
 from trl.trainer.grpo_trainer import GRPOTrainer
@@ -154,7 +154,7 @@ def test_what_is_held_in_every_phase(size):
         assert (parts.weights, parts.reference, parts.optimizer) == (weights, weights, 2 * weights)
     # A round is generated and scored while the first of two updates' gradients wait.
     assert [parts.gradients for parts in phases.values()][:2] == [weights, weights]
-    expected = Parts(weights, weights, gradients=weights, optimizer=2 * weights)
+    expected = MemoryUse(weights, weights, gradients=weights, optimizer=2 * weights)
     assert phases["optimizer"] == expected
 
 

@@ -531,9 +531,9 @@ def test_free_and_held_memory(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 4 * GIB)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 6 * GIB)
     found = DeviceMemory.of(device)
-    assert found == DeviceMemory(free=32 * GIB, held=4 * GIB)
-    before = DeviceMemory.of(torch.device("cpu")).held
+    assert found == DeviceMemory(free=32 * GIB, used=4 * GIB)
+    before = DeviceMemory.of(torch.device("cpu")).used
     block = torch.zeros(MB)
     found = DeviceMemory.of(torch.device("cpu"))
-    assert found.held - before == block.nbytes
+    assert found.used - before == block.nbytes
     assert 0 < found.free < device_bytes(torch.device("cpu"))

@@ -15,7 +15,7 @@ from transformers import (
 from transformers.training_args import OptimizerNames
 
 from trl.memory.model_size import (
-    KNOWN,
+    KNOWN_OPTIMIZERS,
     model_size,
     shares_prompts,
     state_bytes,
@@ -157,10 +157,10 @@ def test_eight_bits_take_a_byte_for_each_state():
 
 
 def test_names_are_those_of_transformers():
-    assert set(KNOWN) <= {name.value for name in OptimizerNames}
+    assert set(KNOWN_OPTIMIZERS) <= {name.value for name in OptimizerNames}
 
 
 def test_an_unknown_optimizer_is_taken_to_be_like_adam():
     size = model_size(tiny_model("llama").config)
-    assert "lomo" not in KNOWN
+    assert "lomo" not in KNOWN_OPTIMIZERS
     assert state_bytes("lomo", None, size, 2) == 8 * size.trainable

@@ -253,5 +253,5 @@ def test_workers_read_the_same_from_their_environment():
     assert read_sharding(options_of_environment({})) == Sharding(ranks=1)
 
 
-def test_shares():
-    assert [Sharding("zero", 2, 4).share(what) for what in (1, 2, 3)] == [0.25, 0.25, 1]
+def test_fractions():
+    assert [Sharding("zero", 2, 4).fraction(stage) for stage in (1, 2, 3)] == [0.25, 0.25, 1]

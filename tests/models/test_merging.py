@@ -269,7 +269,7 @@ def test_other_base_models_are_refused(tmp_path):
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     config |= {"task_type": "SEQ_CLS"}
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"no weights for score\.weight, and neither has the adapter"):
+    with pytest.raises(ValueError, match="and neither has the adapter"):
         merge_adapter(read_adapter(str(tmp_path / "adapter")))
 
 

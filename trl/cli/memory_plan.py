@@ -10,16 +10,17 @@ import torch
 from transformers import PretrainedConfig
 
 from ..imports import is_available
+from ..memory.engine_memory import Engine
 from ..memory.meter import device_bytes
 from ..memory.model_size import (
-    KNOWN,
+    KNOWN_OPTIMIZERS,
     ModelSize,
     load_config,
     model_size,
     quantized_bytes,
     shares_prompts,
 )
-from ..memory.plan import Engine, Plan, render
+from ..memory.plan import Plan, render
 from ..memory.settings import ASSUMED_PROMPT, RunSettings, Sharding, read_sharding
 from ..number_format import format_bytes
 from ..options import option
@@ -315,7 +316,7 @@ def _assumption_notes(plan: Plan, script: ScriptArguments, training: BaseConfig)
         notes.append(
             f"The longest {rows} have {length} tokens, more than the model's context of {context}."
         )
-    if run.optimizer not in KNOWN:
+    if run.optimizer not in KNOWN_OPTIMIZERS:
         notes.append(f"What {run.optimizer} keeps is unknown; two float32 states are assumed.")
     if not plan.model.gated:
         notes.append("Layers are assumed to be like Llama's, with a gated MLP.")
@@ -326,14 +327,14 @@ def _sharding_notes(plan: Plan) -> list[str]:
     """Return advice on what the ranks could shard."""
     run = plan.run
     sharding = run.sharding
-    shares = plan.estimate.shares
+    rank = plan.estimate.rank
     notes = []
     if run.processes > 1 and not sharding.stage:
         notes.append(
             "Every rank holds the whole model; --accelerate_config zero2, zero3 or fsdp2 divides "
             "it."
         )
-    keeps_whole_gradients = run.accumulation > 1 and shares.waiting > shares.gradients
+    keeps_whole_gradients = run.accumulation > 1 and rank.waiting > rank.gradients
     if sharding.is_fsdp and keeps_whole_gradients:
         notes.append(
             "FSDP sums whole gradients until the last micro-batch; the accelerator_config option "

@@ -1,1 +1,1 @@
-"""Memory: measured by phase, drawn over time, given back, and recovery when it runs out."""
+"""Memory: plan it, measure it by phase, chart it, free it, and recover when it runs out."""

@@ -1,4 +1,4 @@
-"""Recovery from running out of memory: the same work on fewer rows at once."""
+"""Recover from out-of-memory errors by doing the same work on fewer rows at once."""
 
 import gc
 import traceback
@@ -15,7 +15,7 @@ logger = logging.get_logger(__name__)
 
 T = TypeVar("T")
 
-# For each phase: the option that sets its rows, and what else makes one row smaller.
+# For each phase: the option that sets its rows, and what else reduces the memory of a row.
 _EVERYWHERE = "a smaller max_completion_length, shorter prompts, bf16=True"
 OPTIONS: dict[str, tuple[str, str]] = {
     "generation": ("generation_max_rows", f"empty_cache='always', {_EVERYWHERE}"),
@@ -33,29 +33,30 @@ class RowTooLargeError(torch.OutOfMemoryError):
 
 
 class AdaptiveBatch:
-    """How many rows a phase works on at once: halved, for good, whenever they do not fit.
+    """How many rows a phase works on at once; halved for good whenever they do not fit.
 
-    Interrupted work is done again on the same rows with the same random numbers. If its rows do not
-    depend on each other, the outcome is that of a run that had the smaller size from the start. The
-    work must not wait for other processes, which know nothing of a failure here.
+    Interrupted work is repeated on the same rows with the same random numbers. If rows do not
+    depend on each other, the result is that of a run with the smaller size from the start. The work
+    must not communicate with other processes, which do not notice a failure here.
 
-    Messages name the `phase`, a key of `OPTIONS`. A `size` of None is no limit until memory runs
-    out. `unit` rows are never separated, `failures` counts how often memory ran out, and a batch
-    that is `disabled` lets every error through.
+    Messages name the `phase`, a key of `OPTIONS`. A `size` of None means no limit until memory runs
+    out. Blocks of `unit` rows are never divided, `failures` counts how often memory ran out, and if
+    it is `disabled`, errors are not caught.
     """
 
     def __init__(self, phase: str, size: int | None = None, disabled: bool = False):
-        self.phase, self.size = phase, size
+        self.phase = phase
+        self.size = size
         self.option, self._advice = OPTIONS[phase]
         self.disabled = disabled
         self.unit = 1
         self.failures = 0
 
     def run(self, total: int, work: Callable[[range], T], most: int | None = None) -> list[T]:
-        """Work on all rows, at most `size` at once, and `most` in this call.
+        """Work on `total` rows, at most `size` at once, in this call also at most `most` at once.
 
-        `work` does some consecutive rows, and after a failure goes on from those that failed. If a
-        row does not fit alone, a `RowTooLargeError` is raised.
+        `work` processes a range of rows. After a failure the same rows are tried again, fewer at
+        once. Raises a `RowTooLargeError` if a single row does not fit.
         """
         results: list[T] = []
         start = 0
@@ -74,9 +75,9 @@ class AdaptiveBatch:
         return results
 
     def shrink(self, error: Exception, rows: range) -> None:
-        """Halve the size after an error of the work on `rows`; raise what no smaller size helps.
+        """Halve the size after an out-of-memory error of the work on `rows`.
 
-        That is any error but one of memory, and a `RowTooLargeError` where there was one row.
+        Raises any other error again, and a `RowTooLargeError` if there was only one row.
         """
         if self.disabled or not is_out_of_memory(error):
             raise error
@@ -105,7 +106,7 @@ def free_memory() -> None:
 
 
 def drop_frames(error: BaseException | None) -> None:
-    """Let go of local variables of the calls that an error, and what led to it, passed through."""
+    """Free the local variables in the traceback of an error, and in those of its causes."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__

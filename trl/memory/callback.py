@@ -1,4 +1,4 @@
-"""Memory by phase for any `transformers.Trainer`: logged, written over time, and drawn."""
+"""Log, write and chart memory by phase for any `transformers.Trainer`."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import logging
 
 from ..imports import is_available, require
@@ -20,19 +20,20 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 
-_MOST_SPANS = 1000  # of one phase in a chart
+_MOST_SPANS = 1000  # spans of one phase in a chart
 
 
 class Timeline:
-    """Appends a JSON line for each phase that ends, at once, so a killed run leaves all of them.
+    """Appends a JSON line for each phase as soon as it ends, so a killed run loses none.
 
     A line has `step`, `phase`, `start` and `end` (seconds since the run began) and the figures of
-    `PhaseEvent.readable`. Lines of steps after `step` are dropped first, as a run that went further
-    wrote them; after the others, time goes on where it stopped. The main process alone `writes`.
+    `PhaseEvent.readable`. When a run resumes at `step`, lines of later steps are dropped first, and
+    time continues where the remaining lines end. Only the main process `writes`.
     """
 
     def __init__(self, path: Path, writes: bool = True, step: int = 0):
-        self.path, self.step = path, step
+        self.path = path
+        self.step = step
         self._lines = JsonLinesFile(path) if writes else None
         self._shift: float | None = None  # from the meter's clock to that of the lines
         if self._lines is not None:
@@ -45,29 +46,33 @@ class Timeline:
         if self._shift is None:
             ends = (line["end"] for line in self._lines.read())
             self._shift = max(ends, default=0.0) - event.start
-        start, end = (round(time + self._shift, 6) for time in (event.start, event.end))
-        line = {"step": self.step, "phase": event.phase, "start": start, "end": end}
+        line = {
+            "step": self.step,
+            "phase": event.phase,
+            "start": round(event.start + self._shift, 6),
+            "end": round(event.end + self._shift, 6),
+        }
         self._lines.add([line | event.readable()])
 
 
 class MemoryCallback(TrainerCallback):
-    """Measures forward, backward and optimizer, and logs, writes and draws all phases of a meter.
+    """Measures forward, backward and optimizer; logs, writes and charts all phases of a meter.
 
     With `metrics`, the largest figures since the last log are added to the logs, under the names of
     `PhaseMeter.take`; those of an evaluation begin with `eval_`. They are of the process that logs.
-    Phases are written as JSON lines to `<output_dir>/memory.jsonl`, and drawn to `memory.png`
-    beside it at the end, by default if matplotlib is installed; with `chart=True` the log says if
-    it is not. A `meter` may be shared with code that measures other phases, and with `passes=False`
-    forward and backward.
+    Phases are written as JSON lines to `<output_dir>/memory.jsonl`. At the end they are drawn to
+    `memory.png` beside it, by default if matplotlib is installed; with `chart=True` a warning says
+    if it is not. Pass a `meter` to share it with code that measures other phases, and
+    `passes=False` if that code also measures forward and backward.
 
-    Forward begins when the model is called in training mode with gradients on, and ends when the
-    first gradient reaches one of its outputs. Then backward begins, which lasts until the next
-    forward or the end of the micro-batch, clipping included. With `torch.compile`, several GPUs in
-    one process, or a trainer that never calls the model as a whole, neither is seen. DeepSpeed
-    steps its optimizer within backward.
+    Forward begins when the model is called in training mode with gradients enabled, and ends when
+    the first gradient reaches one of its outputs. Then backward begins. It lasts until the next
+    forward or the end of the micro-batch, gradient clipping included. Neither is measured with
+    `torch.compile`, with several GPUs in one process, or in a trainer that never calls the whole
+    model. DeepSpeed steps its optimizer within backward.
 
-    Experiment trackers are called before the callbacks passed to a trainer, so they do not see
-    the metrics, unless this callback goes first:
+    Experiment trackers run before the callbacks passed to a trainer, so they do not see the
+    metrics unless this callback is put first:
 
         MemoryCallback().attach(trainer)
     """
@@ -82,36 +87,53 @@ class MemoryCallback(TrainerCallback):
         chart: bool | None = None,
     ):
         self.meter = meter
-        self._finds_passes, self._logs, self._draws = passes, metrics, chart
+        self._measures_passes = passes
+        self._logs = metrics
+        self._chart = chart
         self._listening = ExitStack()
-        self._running: dict[str, ExitStack] = {}  # phases that this measures
+        self._running: dict[str, ExitStack] = {}  # phases that this callback measures
         self._in_step = False
         self._metrics: dict[str, dict[str, float]] = {}  # "" or "eval_" -> metrics not yet logged
 
     def attach(self, trainer: "Trainer") -> Self:
-        """Add this to a trainer in front of its other callbacks, and return it."""
+        """Add this callback in front of the trainer's other callbacks, and return it."""
         trainer.callback_handler.callbacks.insert(0, self)
         return self
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Begin to listen."""
-        self._detach()  # from a training that failed
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        """Register hooks and open the file."""
+        self._detach()  # from an earlier training that failed
         if self.meter is None:
             self.meter = PhaseMeter(args.device)
-        self._in_step, self._metrics = False, {}
+        self._in_step = False
+        self._metrics = {}
         path = Path(args.output_dir or ".") / "memory.jsonl"
         self._timeline = Timeline(path, state.is_world_process_zero, state.global_step)
         self.meter.on_phase_end.append(self._record)
         self._listening.callback(self.meter.on_phase_end.remove, self._record)
-        if self._finds_passes and args.n_gpu <= 1:
-            model, enter = kwargs["model"], self._listening.enter_context
-            enter(model.register_forward_pre_hook(self._before_forward))
-            enter(model.register_forward_hook(self._after_forward))
+        if self._measures_passes and args.n_gpu <= 1:
+            model: nn.Module = kwargs["model"]
+            before = model.register_forward_pre_hook(self._before_forward)
+            after = model.register_forward_hook(self._after_forward)
+            self._listening.enter_context(before)
+            self._listening.enter_context(after)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Stop listening, and draw the chart."""
+    def on_train_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
+        """Remove hooks and draw the chart."""
         self._detach()
-        draws = is_available("matplotlib") if self._draws is None else self._draws
+        draws = is_available("matplotlib") if self._chart is None else self._chart
         if draws and state.is_world_process_zero:
             draw(self._timeline.path, self._timeline.path.with_suffix(".png"))
 
@@ -119,30 +141,54 @@ class MemoryCallback(TrainerCallback):
         self._stop("forward", "backward", "optimizer")
         self._listening.close()
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Count the step that begins."""
+    def on_step_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
+        """Note the number of the step that begins."""
         self._in_step = True
         self._timeline.step = state.global_step + 1
 
-    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """End the passes of a micro-batch that is not the last."""
+    def on_substep_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
+        """End forward and backward of a micro-batch that is not the last."""
         self._stop("forward", "backward")
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """End the passes of the last micro-batch; begin the optimizer."""
+    def on_pre_optimizer_step(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
+        """End forward and backward of the last micro-batch; begin the optimizer."""
         self._stop("forward", "backward")
         self._start("optimizer")
 
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_optimizer_step(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
         """End the optimizer."""
         self._stop("optimizer")
 
-    def _before_forward(self, module: nn.Module, args: Any) -> None:
+    def _before_forward(self, module: nn.Module, args: object) -> None:
         if _trains(module):
             self._stop("backward")
             self._start("forward")
 
-    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _after_forward(self, module: nn.Module, args: object, output: object) -> None:
         if not _trains(module):
             return
         outputs = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
@@ -169,11 +215,23 @@ class MemoryCallback(TrainerCallback):
         merge_peaks(self._metrics.setdefault("" if self._in_step else "eval_", {}), event)
         self._timeline.add(event)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Tell an evaluation that may follow from the step."""
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
+        """Note that what follows, such as an evaluation, is not part of a step."""
         self._in_step = False
 
-    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
         """Add the metrics to the logs and to the trainer's history."""
         logs: dict[str, Any] | None = kwargs.get("logs")
         if logs is None or not self._logs:
@@ -190,21 +248,25 @@ def _trains(module: nn.Module) -> bool:
 
 
 def draw(jsonl: Path, png: Path) -> bool:
-    """Draw the peak of each phase over time; False if there is none, or no matplotlib (logged)."""
+    """Draw the peak of each phase over time; return False if there is nothing to draw.
+
+    Also False, with a warning, if matplotlib is missing.
+    """
     try:
         library = require("matplotlib.figure", "The chart of memory over time")
     except ImportError as error:
         logger.warning_once(str(error))
         return False
-    if not (found := spans(JsonLinesFile(jsonl).read())):
+    spans_of = spans(JsonLinesFile(jsonl).read())
+    if not spans_of:
         return False
-    # Peaks of phases are often the same within a percent, so each has a panel of its own.
-    shown = [phase for phase in PHASES if phase in found]
-    figure = library.Figure((10, 1 + 1.1 * len(shown)), layout="constrained")
-    panels = figure.subplots(len(shown), sharex=True, sharey=True, squeeze=False)[:, 0]
-    highest = max(peak for spans in found.values() for _, _, peak in spans)
-    for phase, axes in zip(shown, panels, strict=True):
-        starts, ends, peaks = zip(*found[phase], strict=True)
+    # Peaks of phases often differ by less than a percent, so each phase has its own panel.
+    phases = [phase for phase in PHASES if phase in spans_of]
+    figure = library.Figure((10, 1 + 1.1 * len(phases)), layout="constrained")
+    panels = figure.subplots(len(phases), sharex=True, sharey=True, squeeze=False)[:, 0]
+    highest = max(peak for phase_spans in spans_of.values() for _, _, peak in phase_spans)
+    for phase, axes in zip(phases, panels, strict=True):
+        starts, ends, peaks = zip(*spans_of[phase], strict=True)
         color = f"C{PHASES.index(phase)}"
         axes.hlines(peaks, starts, ends, color=color, linewidth=4)
         axes.plot(ends, peaks, color=color, linewidth=0.8, marker=".", markersize=4)
@@ -220,14 +282,21 @@ def draw(jsonl: Path, png: Path) -> bool:
 
 
 def spans(records: Iterator[dict[str, Any]]) -> dict[str, list[tuple[float, float, float]]]:
-    """Collect start, end (seconds) and peak (GB) of each phase; join neighbors where many."""
-    found: dict[str, list[tuple[float, float, float]]] = {}
+    """Collect (start, end, peak) of each phase, in seconds and GB; merge neighbors if too many."""
+    spans_of: dict[str, list[tuple[float, float, float]]] = {}
     for record in records:
         if "peak_gb" in record:
             span = record["start"], record["end"], record["peak_gb"]
-            found.setdefault(record["phase"], []).append(span)
-    for phase, items in found.items():
-        size = -(-len(items) // _MOST_SPANS)
-        pieces = [items[i : i + size] for i in range(0, len(items), size)]
-        found[phase] = [(p[0][0], p[-1][1], max(item[2] for item in p)) for p in pieces]
-    return found
+            spans_of.setdefault(record["phase"], []).append(span)
+    return {phase: _merged(phase_spans) for phase, phase_spans in spans_of.items()}
+
+
+def _merged(spans: list[tuple[float, float, float]]) -> list[tuple[float, float, float]]:
+    """Merge neighboring spans until at most `_MOST_SPANS` are left."""
+    size = -(-len(spans) // _MOST_SPANS)
+    merged = []
+    for first in range(0, len(spans), size):
+        neighbors = spans[first : first + size]
+        peak = max(span_peak for _, _, span_peak in neighbors)
+        merged.append((neighbors[0][0], neighbors[-1][1], peak))
+    return merged

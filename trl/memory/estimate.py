@@ -1,9 +1,9 @@
-"""How many bytes each phase of a training step holds, by arithmetic alone.
+"""Estimate the bytes of each phase of a training step, by arithmetic alone.
 
-Each phase is the largest of the moments that can be its peak; the terms say what lives at that
-moment. The layer is that of Llama and its descendants: norm, attention, residual, norm, gated MLP,
-residual. Sizes of tiles, passes and caches are those of the modules that make them. What the ranks
-divide among themselves is counted by `Shares`. Small terms are left out: the aim is 10 %.
+A phase has several moments that can be its peak; its estimate is the largest. The terms of a moment
+say what is in memory then. The layer is that of Llama-like models: norm, attention, residual, norm,
+gated MLP, residual. Sizes of tiles, passes and caches come from the modules that allocate them.
+`RankMemory` counts what ranks shard. Small terms are left out: the aim is an error of 10 %.
 """
 
 from dataclasses import replace
@@ -14,72 +14,77 @@ from ..models.packed_layout import PREFILL_TOKENS
 from ..ops.linear_logprobs import CHUNK_ON_ACCELERATOR, CHUNK_ON_CPU, tile_shape
 from ..ops.logprobs import BLOCK_ELEMENTS
 from .model_size import FLOAT32, ModelSize
+from .rank_memory import MemoryUse, RankMemory
 from .settings import RunSettings
-from .shares import Parts, Shares
 
-SAMPLING = 2 * FLOAT32 + 2 * 8  # logits, log-probabilities; probabilities, running sum in float64
+# Bytes per logit: logits and log-probabilities; probabilities and their running sum in float64.
+SAMPLING = 2 * FLOAT32 + 2 * 8
 
 
 class Layer:
-    """What a token costs in one decoder layer, in bytes."""
+    """Bytes of a token in one decoder layer."""
 
     def __init__(self, model: ModelSize, run: RunSettings):
-        product, hidden = run.product_bytes, model.hidden
-        every = run.sharding.per_row * model.keys  # of the ranks that divide a row
-        factors = (2 if model.gated else 1) * product * model.intermediate  # of the MLP
-        self.stream = run.weight_bytes * hidden  # what a checkpoint keeps of the layer
-        # Keys and values. Without sharing, rotation leaves keys as wide as the stream.
-        wide = product if run.shared_prefix else max(run.weight_bytes, product)
-        self.cache = (wide + product) * model.keys
-        # Where ranks divide rows: keys and values as they came, and in the order of the row.
-        gathered = 3 * product * every if run.sharding.per_row > 1 else 0
-        # The largest working set of a forward without gradient: the result of attention, its norm
-        # and the input; factors of the MLP, their product.
-        working = 3 * self.stream + factors + product * model.intermediate
+        product = run.product_bytes
+        hidden = model.hidden
+        all_keys = run.sharding.per_row * model.keys  # of all ranks that divide a row
+        mlp_factors = (2 if model.gated else 1) * product * model.intermediate
+        self.stream = run.weight_bytes * hidden  # the layer's input, which checkpointing saves
+        # Keys and values. Without shared prompts, rotation leaves keys as wide as the stream.
+        key = product if run.shared_prefix else max(run.weight_bytes, product)
+        self.cache = (key + product) * model.keys
+        # With context parallelism: keys and values as gathered, and in the order of the row.
+        gathered = 3 * product * all_keys if run.sharding.per_row > 1 else 0
+        # The largest working set of a forward without gradient: output of attention, its norm and
+        # the input; factors of the MLP and their product.
+        working = 3 * self.stream + mlp_factors + product * model.intermediate
         self.inference = max(working, 2 * self.stream + gathered)
-        # That of the backward pass: gradients of the result, and of the factors of the MLP.
+        # That of the backward pass: gradients of the output, and of the factors of the MLP.
         cast = product * hidden if run.autocast else 0
-        self.backward = self.stream + max(factors + cast, gathered)
-        # What autograd keeps for it: inputs of both norms, as float32; queries, keys, values and
-        # the result of attention; what the MLP multiplies.
-        self.saved_by_mlp = factors + (product * model.intermediate if model.gated else 0)
-        self.saved = 2 * FLOAT32 * hidden + 2 * product * (model.queries + every)
+        self.backward = self.stream + max(mlp_factors + cast, gathered)
+        # What autograd saves: inputs of both norms, in float32; queries, keys, values and output of
+        # attention; inputs of the MLP's products.
+        self.saved_by_mlp = mlp_factors + (product * model.intermediate if model.gated else 0)
+        self.saved = 2 * FLOAT32 * hidden + 2 * product * (model.queries + all_keys)
         self.saved += self.saved_by_mlp + self._saved_by_weights(model, run)
 
     def _saved_by_weights(self, model: ModelSize, run: RunSettings) -> int:
-        """What norms of heads keep, and what weights that are trained, or their adapters, do."""
-        product, hidden = run.product_bytes, model.hidden
+        """What autograd saves for norms of heads, and for trained weights or their adapters."""
+        product = run.product_bytes
+        hidden = model.hidden
         heads = model.queries + model.keys if model.norms_heads else 0
-        if model.frozen:  # inputs of adapted linear layers, and masks of dropout
+        if model.frozen:  # inputs of adapted linear layers, and dropout masks
             widths = {"o_proj": model.queries, "down_proj": model.intermediate}
             mask = run.weight_bytes if run.on_cpu else 1
             entry = product + mask if model.dropout else product
             return FLOAT32 * heads + entry * sum(widths.get(x, hidden) for x in model.adapted)
-        # What all norms multiply; inputs of linear layers, each with a cast of its own.
+        # Normalized inputs of all norms; inputs of linear layers, each with its own cast.
         casts = 5 if run.autocast else 2
         inputs = product * (heads + casts * hidden + model.intermediate)
         return FLOAT32 * heads + 2 * self.stream + inputs
 
 
 class Head:
-    """Bytes of the output projection and log-probabilities; logits in tiles, or whole (chunk 0)."""
+    """Bytes of output projection and log-probabilities; a chunk of 0 means all logits at once."""
 
     def __init__(self, model: ModelSize, run: RunSettings):
-        self._model, self._run, product = model, run, run.product_bytes
-        self._default = CHUNK_ON_CPU if run.on_cpu else CHUNK_ON_ACCELERATOR
-        self._chunk = self._default if run.logits_chunk is None else run.logits_chunk
-        self._narrow = product if product < FLOAT32 else 0  # products widened to float32
-        self._cast = product if run.autocast else 0
-        self.whole_cast = self._cast * model.head  # made by autocast when the module is called
+        self._model = model
+        self._run = run
+        self._default_chunk = CHUNK_ON_CPU if run.on_cpu else CHUNK_ON_ACCELERATOR
+        self._chunk = self._default_chunk if run.logits_chunk is None else run.logits_chunk
+        # Of a half-precision product, which exists beside the float32 logits made of it.
+        self._half_product = run.product_bytes if run.product_bytes < FLOAT32 else 0
+        self._cast = run.product_bytes if run.autocast else 0
+        self.whole_cast = self._cast * model.head  # by autocast, if the module is called
         self.gradient = 0 if model.frozen else run.weight_bytes * model.head
-        # That of a whole weight is added in place, tile by tile, to one that is there.
+        # The gradient of a whole weight is added in place to an existing one, tile by tile.
         in_place = run.accumulation > 1 and not run.sharding.stage and self._chunk
         self.new_gradient = 0 if in_place else self.gradient
 
     def forward(self, tokens: int) -> float:
         """Bytes of a forward pass over tokens that predict: their hidden states and logits."""
         if self._chunk:
-            # Products become float32 next to the logits of the tile before.
+            # Products become float32 beside the logits of the tile before.
             return self._hidden(tokens) + self._tile(tokens)
         logits = tokens * self._model.vocabulary
         return self._all_logits(tokens, max(self._run.product_bytes * logits, _blocks(logits)))
@@ -88,19 +93,21 @@ class Head:
         """Bytes of the backward pass, including a newly allocated gradient of the weight."""
         if not self._chunk:
             logits = tokens * self._model.vocabulary
-            # Their gradient, made in blocks; then those of the products and of the weight.
-            made = FLOAT32 * logits + _blocks(logits)
-            return self._all_logits(tokens, max(made, self._narrow * logits + self.gradient))
-        shape = self._tile_shape(tokens)
-        # A gradient in float32 is added to as it is, any other by way of sums for a tile.
+            # The gradient of the logits, computed in blocks; then those of products and weight.
+            grad_logits = FLOAT32 * logits + _blocks(logits)
+            grad_products = self._half_product * logits + self.gradient
+            return self._all_logits(tokens, max(grad_logits, grad_products))
+        _, entries = self._tile_shape(tokens)
+        # A float32 gradient is added to directly, any other through the float32 sum of a tile.
         has_sums = not self._model.frozen and self._run.weight_bytes < FLOAT32
-        sums = FLOAT32 * (tokens + (shape[1] if has_sums else 0)) * self._model.hidden
+        sums = FLOAT32 * (tokens + (entries if has_sums else 0)) * self._model.hidden
         return self._hidden(tokens) + self.new_gradient + sums + self._tile(tokens)
 
     def sampling(self, rows: int) -> float:
-        """Bytes needed to draw one token for each of a number of rows."""
+        """Bytes needed to sample one token for each of a number of rows."""
         if self._run.shared_prefix:  # some rows at a time
-            rows = min(rows, max(1, (self._chunk or self._default) // self._model.vocabulary))
+            chunk = self._chunk or self._default_chunk
+            rows = min(rows, max(1, chunk // self._model.vocabulary))
         return rows * self._model.vocabulary * SAMPLING
 
     def _hidden(self, tokens: int) -> float:
@@ -117,7 +124,7 @@ class Head:
     def _tile(self, tokens: int) -> float:
         """Two float32 tensors of a tile, and casts of hidden states and of the weight's rows."""
         rows, entries = self._tile_shape(tokens)
-        logits = rows * entries * (2 * FLOAT32 + self._narrow)
+        logits = rows * entries * (2 * FLOAT32 + self._half_product)
         return logits + self._cast * (tokens + entries) * self._model.hidden
 
 
@@ -126,127 +133,144 @@ def _blocks(logits: int) -> int:
 
 
 class Estimate:
-    """The memory of a run."""
+    """The estimated memory of a run on one rank."""
 
     def __init__(self, model: ModelSize, run: RunSettings):
-        self.model, self.run = model, run
-        self.shares, self.layer, self.head = Shares(model, run), Layer(model, run), Head(model, run)
-        # Gradients that are there already when the next round of an update is generated.
-        several = run.accumulation > run.slices * run.passes
-        self._waiting = self.shares.waiting if several else 0.0
-        # Copies of the layers' weights that autocast keeps until a forward ends, if they train.
-        casts = run.autocast and not model.frozen
-        self._casts = run.product_bytes * model.layer_matrices if casts else 0.0
-        # A classifier reads the last token of each row.
-        read = run.micro_batch * (run.completion if model.vocabulary else 1)
-        self._read = -(-read // run.sharding.per_row)
+        self.model = model
+        self.run = run
+        self.rank = RankMemory(model, run)
+        self.layer = Layer(model, run)
+        self.head = Head(model, run)
+        # Gradients that exist already when the next rollout batch of an update is generated.
+        has_several_batches = run.accumulation > run.slices * run.passes
+        self._waiting = self.rank.waiting if has_several_batches else 0.0
+        # Copies of the layers' weights that autocast caches until a forward ends, if they train.
+        has_casts = run.autocast and not model.frozen
+        self._casts = run.product_bytes * model.layer_matrices if has_casts else 0.0
+        # Tokens that the head reads: of a classifier, the last of each row.
+        read_tokens = run.micro_batch * (run.completion if model.vocabulary else 1)
+        self._read_tokens = -(-read_tokens // run.sharding.per_row)
 
     @cached_property
-    def phases(self) -> dict[str, Parts]:
-        """What is held at the peak of each phase; phases that do not happen are left out."""
-        found = {"generation": self._generation()} if self.run.generates else {}
+    def phases(self) -> dict[str, MemoryUse]:
+        """Memory use at the peak of each phase that the run has."""
+        phases = {"generation": self._generation()} if self.run.generates else {}
         if self.run.reference or self.run.scores_policy:
-            found["scoring"] = self._scoring()
-        found["forward + backward"] = self._training()
-        found["optimizer"] = self.shares.held(self.shares.gradients, buffers=self.shares.update)
-        return found
+            phases["scoring"] = self._scoring()
+        phases["forward + backward"] = self._training()
+        phases["optimizer"] = self.rank.resident(self.rank.gradients, buffers=self.rank.update)
+        return phases
 
     @property
     def totals(self) -> dict[str, float]:
-        return {name: parts.total for name, parts in self.phases.items()}
+        return {name: use.total for name, use in self.phases.items()}
 
     @property
     def peak(self) -> float:
         return max(self.totals.values())
 
-    def _generation(self) -> Parts:
-        run, shares = self.run, self.shares
+    def _generation(self) -> MemoryUse:
+        run = self.run
+        rank = self.rank
         if run.engine_bytes is not None:
-            sent = shares.held(self._waiting, shares.layerwise)  # weights reach it one at a time
-            return replace(sent, vllm=run.engine_bytes)
+            # Weights are sent to the engine one at a time.
+            sending = rank.resident(self._waiting, rank.layerwise)
+            return replace(sending, vllm=run.engine_bytes)
         rows, prompts = self.in_flight()
         token = self.layer.cache * self.model.layers
-        cache, written = token * prompts * run.prompt, token * rows * run.completion
-        # Keys or values of one layer are held twice while they move to a larger buffer.
-        moved = (written if run.shared_prefix else cache + written) / (2 * self.model.layers)
-        together = prompts * run.prompt
+        prompt_cache = token * prompts * run.prompt
+        completion_cache = token * rows * run.completion
+        # Keys or values of one layer exist twice while they are copied to a larger buffer.
+        growing = completion_cache if run.shared_prefix else prompt_cache + completion_cache
+        copied = growing / (2 * self.model.layers)
+        prefill_tokens = prompts * run.prompt
         if run.shared_prefix:
-            together = min(together, max(run.prompt, PREFILL_TOKENS))
+            prefill_tokens = min(prefill_tokens, max(run.prompt, PREFILL_TOKENS))
         inference = self.layer.inference + self.layer.stream
-        held = shares.held(self._waiting, shares.whole if run.gathers else shares.layerwise)
-        held = held.plus(activations=self._casts + self.head.whole_cast, kv_cache=cache)
+        base = rank.resident(self._waiting, rank.whole if run.gathers else rank.layerwise)
+        base = base.plus(activations=self._casts + self.head.whole_cast, kv_cache=prompt_cache)
         return _largest(
-            held.plus(activations=inference * together),
-            held.plus(kv_cache=written + moved, activations=inference * rows),
-            held.plus(kv_cache=written, head=self.head.sampling(rows)),
+            base.plus(activations=inference * prefill_tokens),
+            base.plus(kv_cache=completion_cache + copied, activations=inference * rows),
+            base.plus(kv_cache=completion_cache, head=self.head.sampling(rows)),
         )
 
     def in_flight(self) -> tuple[int, int]:
-        """Rows that decode together, and copies of prompts that they read."""
+        """Return the rows that decode together, and the copies of prompts that they read."""
         run = self.run
         rows = min(run.rows, run.generation_rows or run.rows)
         if run.generation_kv_gb is not None:
-            # The bound is kept as if keys and values had the precision of the weights.
+            # Generation applies the bound as if keys and values had the dtype of the weights.
             token = 2 * run.weight_bytes * self.model.keys * self.model.layers
             prompt = run.prompt / run.group_size if run.shared_prefix else run.prompt
-            most = run.generation_kv_gb * 1e9 / token / (run.completion + prompt)
-            rows = max(1, min(rows, int(most)))
+            max_rows = run.generation_kv_gb * 1e9 / token / (run.completion + prompt)
+            rows = max(1, min(rows, int(max_rows)))
         return rows, min(rows, run.groups(rows)) if run.shared_prefix else rows
 
-    def _scoring(self) -> Parts:
+    def _scoring(self) -> MemoryUse:
         passes = self.run.forward_passes(cuts=True)
-        held = self.shares.held(self._waiting, self.shares.layerwise).plus(activations=self._casts)
+        base = self.rank.resident(self._waiting, self.rank.layerwise)
+        base = base.plus(activations=self._casts)
         hidden = self.layer.stream * sum(passes)
-        body = hidden + self.layer.inference * max(passes) + self._kept_keys(passes)
-        head = max(self.head.whole_cast, self.head.forward(self._read))
-        return _largest(held.plus(activations=body), held.plus(activations=hidden, head=head))
+        body = hidden + self.layer.inference * max(passes) + self._cached_keys(passes)
+        head = max(self.head.whole_cast, self.head.forward(self._read_tokens))
+        return _largest(base.plus(activations=body), base.plus(activations=hidden, head=head))
 
-    def _kept_keys(self, passes: list[int]) -> float:
-        """Keys and values that the first of several passes keeps for the others."""
+    def _cached_keys(self, passes: list[int]) -> float:
+        """Keys and values that the first of several passes caches for the others."""
         return self.layer.cache * self.model.layers * passes[0] if len(passes) > 1 else 0.0
 
-    def _training(self) -> Parts:
-        run, shares, layers = self.run, self.shares, self.model.layers
+    def _training(self) -> MemoryUse:
+        run = self.run
+        rank = self.rank
+        layers = self.model.layers
         checkpoints = run.gradient_checkpointing
         passes = run.forward_passes(cuts=checkpoints)
-        models = [self.model, *filter(None, [run.value_model])]
-        kinds = [Layer(model, run) for model in models]
-        held_by_layer = [x.stream if checkpoints else x.saved for x in kinds]
-        of_layer, again = held_by_layer[0], self.layer.backward
-        again += self.layer.saved if checkpoints else 0
+        saved_by_layer = self.layer.stream if checkpoints else self.layer.saved
+        # The working set of a layer in the backward pass, recomputed activations included.
+        layer_backward = self.layer.backward + (self.layer.saved if checkpoints else 0)
+        saved = layers * saved_by_layer
+        if run.value_model is not None:
+            value_layer = Layer(run.value_model, run)
+            saved_by_value_layer = value_layer.stream if checkpoints else value_layer.saved
+            saved += run.value_model.layers * saved_by_value_layer
         casts = self._casts / layers if checkpoints else self._casts
-        keys = casts + 2 * self._kept_keys(passes)  # and their gradients
-        counts = zip(models, held_by_layer, strict=True)
-        kept = keys + sum(passes) * sum(model.layers * each for model, each in counts)
-        kept -= run.unread * kinds[0].saved_by_mlp
-        # Shares of gradients fill up while the first micro-batch runs already.
-        before = shares.gradients if run.sharding.stage else 0.0
-        before = shares.waiting if run.accumulation > 1 else before
-        held = shares.held(before, shares.training, shares.first_buckets)
-        # Behind the last layer: its result, and what the last norm keeps.
-        result = kept + 3 * self.layer.stream * sum(passes)
-        # Backward goes through the passes from the last to the first, which frees them.
-        working = max(
-            (of_layer + again) * count + layers * of_layer * earlier
-            for count, earlier in zip(passes, accumulate(passes, initial=0), strict=False)
+        keys_and_casts = casts + 2 * self._cached_keys(passes)  # keys, and their gradients
+        activations = keys_and_casts + sum(passes) * saved
+        activations -= run.unread * self.layer.saved_by_mlp
+        # Sharded gradients are already allocated while the first micro-batch runs.
+        gradients = rank.gradients if run.sharding.stage else 0.0
+        if run.accumulation > 1:
+            gradients = rank.waiting
+        base = rank.resident(gradients, rank.training, rank.first_buckets)
+        # After the last layer: its output, and what the last norm saves.
+        with_output = activations + 3 * self.layer.stream * sum(passes)
+        # Backward goes through the passes from the last to the first, and frees each.
+        at_first_layer = max(
+            (saved_by_layer + layer_backward) * tokens + layers * saved_by_layer * earlier
+            for tokens, earlier in zip(passes, accumulate(passes, initial=0), strict=False)
         )
-        gradients = self._new_gradients(is_cut=len(passes) > 1)
+        new_gradients = self._new_gradients(has_passes=len(passes) > 1)
         return _largest(
-            held.plus(activations=result, head=self.head.backward(self._read)),
-            held.plus(activations=kept + again * max(passes), gradients=self.head.new_gradient),
-            held.plus(activations=working + keys, gradients=gradients),
+            base.plus(activations=with_output, head=self.head.backward(self._read_tokens)),
+            base.plus(
+                activations=activations + layer_backward * max(passes),
+                gradients=self.head.new_gradient,
+            ),
+            base.plus(activations=at_first_layer + keys_and_casts, gradients=new_gradients),
         )
 
-    def _new_gradients(self, is_cut: bool) -> float:
-        """Gradients beside those held, when the backward pass reaches the first layer."""
+    def _new_gradients(self, has_passes: bool) -> float:
+        """Gradients beside the resident ones, when the backward pass reaches the first layer."""
         if self.run.sharding.stage:
-            return self.shares.in_flight
+            return self.rank.in_flight
         if self.run.accumulation == 1:
-            return self.shares.whole_gradients
-        # Those of several passes are summed apart, the ends excepted.
-        of_layers = self.shares.trained * self.model.layer_matrices
-        return min(of_layers, self.shares.whole_gradients) if is_cut else 0.0
+            return self.rank.whole_gradients
+        if not has_passes:
+            return 0.0
+        # Autograd sums the gradients of several passes apart, except those of embedding and head.
+        return min(self.rank.trained * self.model.layer_matrices, self.rank.whole_gradients)
 
 
-def _largest(*moments: Parts) -> Parts:
-    return max(moments, key=lambda parts: parts.total)
+def _largest(*moments: MemoryUse) -> MemoryUse:
+    return max(moments, key=lambda use: use.total)

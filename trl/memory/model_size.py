@@ -1,7 +1,7 @@
-"""How large a model is, from its configuration alone: it is built on the meta device."""
+"""Sizes of a model from its configuration alone: it is built on the meta device."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 from torch import nn
@@ -12,19 +12,23 @@ from ..models.layout_check import why_not_shared
 from ..models.loading import add_adapter
 from ..models.loading import load_config as load_config
 
-FLOAT32 = 4
+if TYPE_CHECKING:
+    from peft import PeftConfig
+    from transformers import PreTrainedModel
+
+FLOAT32 = 4  # bytes
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Counts of parameters, and the widths that decide what a token costs.
+    """Counts of parameters, and the widths that decide how much memory a token takes.
 
     Tied weights are counted once. Widths are entries per token: `queries` is heads x head size.
     """
 
     parameters: int  # of the policy, adapter included
     trainable: int
-    layer_matrices: int  # of all decoder layers: what autocast copies, and quantization shrinks
+    layer_matrices: int  # of all decoder layers: autocast copies them, quantization shrinks them
     head: int  # entries of the output projection
     tied: bool  # the output projection is the embedding
     adapter: int
@@ -34,32 +38,50 @@ class ModelSize:
     intermediate: int
     queries: int
     keys: int
-    vocabulary: int  # 0 for a classifier, which has no logits of tokens
+    vocabulary: int  # 0 for a classifier, which has no token logits
     context: int | None
-    gated: bool  # the MLP multiplies two projections
-    norms_heads: bool  # queries and keys are normalized
+    gated: bool  # whether the MLP multiplies two projections
+    norms_heads: bool  # whether queries and keys are normalized
     adapted: frozenset[str] = frozenset()  # linear layers with an adapter, such as q_proj
-    dropout: bool = False  # of the adapter's input
+    dropout: bool = False  # whether the adapter has dropout on its input
 
     @property
     def frozen(self) -> bool:
-        """Whether the base model is frozen because an adapter is trained."""
+        """Whether the base model is frozen, because an adapter is trained."""
         return self.adapter > 0
+
+
+class _Widths(TypedDict):
+    """The fields of `ModelSize` that do not depend on an adapter."""
+
+    layer_matrices: int
+    head: int
+    tied: bool
+    layers: int
+    hidden: int
+    intermediate: int
+    queries: int
+    keys: int
+    vocabulary: int
+    context: int | None
+    gated: bool
+    norms_heads: bool
 
 
 def model_size(
     config: PretrainedConfig,
-    peft_config: Any = None,
+    peft_config: "PeftConfig | None" = None,
     trust_remote_code: bool = False,
     classifies: bool = False,
 ) -> ModelSize:
-    """Measure the language model, or classifier, that `config` describes, without allocating it."""
+    """Measure the language model, or classifier, of a configuration without allocating it."""
     with torch.device("meta"):
-        model = _empty_model(config, trust_remote_code, classifies=classifies)
-        base = sum(p.numel() for p in model.parameters())
-        shape = _shape(config.get_text_config(), model)
+        base_model = _empty_model(config, trust_remote_code, classifies=classifies)
+        base = sum(p.numel() for p in base_model.parameters())
+        widths = _widths(config.get_text_config(), base_model)
+        model: nn.Module = base_model
         if peft_config is not None:
-            model = add_adapter(model, peft_config)
+            model = add_adapter(base_model, peft_config)
     parameters = sum(p.numel() for p in model.parameters())
     trained = [p for p in model.parameters() if p.requires_grad]
     return ModelSize(
@@ -73,18 +95,18 @@ def model_size(
             if getattr(module, "lora_A", None)
         ),
         dropout=bool(getattr(peft_config, "lora_dropout", 0.0)),
-        **shape,
+        **widths,
     )
 
 
 def shares_prompts(
     config: PretrainedConfig, attention: str | None, longest: int, classifies: bool = False
 ) -> bool:
-    """Whether completions of a model can see one copy of their prompt, in rows up to `longest`."""
+    """Whether rows of up to `longest` tokens can share one copy of their prompt in a model."""
     try:
-        # Code shipped with the model does not run.
+        # trust_remote_code is False, so no code shipped with the model runs.
         model = _empty_model(config, False, attention, classifies)
-    except ValueError:  # this model has no such attention
+    except ValueError:  # this model does not have this attention implementation
         return False
     return why_not_shared(model, longest, "cpu") is None
 
@@ -94,14 +116,18 @@ def _empty_model(
     trust_remote_code: bool,
     attention: str | None = None,
     classifies: bool = False,
-) -> Any:
-    options = {"trust_remote_code": trust_remote_code, "attn_implementation": attention}
-    kind = AutoModelForSequenceClassification if classifies else AutoModelForCausalLM
+) -> "PreTrainedModel":
+    auto_model = AutoModelForSequenceClassification if classifies else AutoModelForCausalLM
     with torch.device("meta"), without_zero3_init():
-        return kind.from_config(config, dtype=torch.float32, **options)
+        return auto_model.from_config(
+            config,
+            dtype=torch.float32,
+            trust_remote_code=trust_remote_code,
+            attn_implementation=attention,
+        )
 
 
-def _shape(config: Any, model: nn.Module) -> dict[str, Any]:
+def _widths(config: PretrainedConfig, model: "PreTrainedModel") -> _Widths:
     embedding = model.get_input_embeddings().weight
     head = getattr(model.get_output_embeddings(), "weight", None)
     named = dict(model.named_parameters())
@@ -125,24 +151,32 @@ def _shape(config: Any, model: nn.Module) -> dict[str, Any]:
     }
 
 
-def _intermediate(config: Any) -> int:
-    """Width of the MLP; of the chosen experts together in a mixture of experts."""
-    width = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    experts = getattr(config, "num_experts_per_tok", None)
-    return experts * (getattr(config, "moe_intermediate_size", None) or width) if experts else width
+def _intermediate(config: PretrainedConfig) -> int:
+    """Width of the MLP; in a mixture of experts, of all experts of a token together."""
+    width: int = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    experts: int | None = getattr(config, "num_experts_per_tok", None)
+    if not experts:
+        return width
+    return experts * (getattr(config, "moe_intermediate_size", None) or width)
 
 
-def quantized_bytes(options: Any) -> float | None:
-    """Bytes of a weight with its scales, by bitsandbytes options; None if it is not quantized."""
+def quantized_bytes(options: object) -> float | None:
+    """Bytes of a weight with its scales, from bitsandbytes options; None if not quantized.
+
+    `options` is a `BitsAndBytesConfig` or a `ModelConfig` of this package.
+    """
     if getattr(options, "load_in_8bit", False):
         return 1.0
-    nested = ("use_bnb_nested_quant", "bnb_4bit_use_double_quant")
-    is_nested = any(getattr(options, name, False) for name in nested)
-    scale = 1 / 64 + 4 / (64 * 256) if is_nested else 4 / 64  # of blocks of 64, in float32 or again
-    return 0.5 + scale if getattr(options, "load_in_4bit", False) else None
+    if not getattr(options, "load_in_4bit", False):
+        return None
+    scale = 4 / 64  # one in float32 for each block of 64 weights
+    is_nested = getattr(options, "use_bnb_nested_quant", False)
+    if is_nested or getattr(options, "bnb_4bit_use_double_quant", False):
+        scale = 1 / 64 + 4 / (64 * 256)  # in 8 bits, with float32 scales of their own
+    return 0.5 + scale
 
 
-# States for each trained entry: tensors of its own dtype, and bytes in a precision of their own.
+# Optimizer states per trained entry: (tensors of its own dtype, bytes in a fixed precision).
 _STATES = {
     (2, 0): "adamw_torch adamw_torch_fused adamw_torch_xla adamw_torch_npu_fused stable_adamw",
     (1, 0): "rmsprop adagrad",
@@ -154,15 +188,18 @@ _STATES = {
     (0, 8): "paged_adamw_32bit",
     (0, 12): "ademamix paged_ademamix_32bit",
 }
-KNOWN = {name: states for states, names in _STATES.items() for name in names.split()}
+KNOWN_OPTIMIZERS = {name: states for states, names in _STATES.items() for name in names.split()}
 
 
 def state_bytes(name: str, arguments: str | None, model: ModelSize, weight_bytes: int) -> float:
-    """Bytes of all states, from `optim` and `optim_args`; if not `KNOWN`, two in float32."""
+    """Bytes of all optimizer states, from `optim` and `optim_args`.
+
+    An optimizer that is not in `KNOWN_OPTIMIZERS` counts as one with two float32 states.
+    """
     if name == "adafactor":
         return FLOAT32 * model.factored
-    copies, size = KNOWN.get(name, (0, 2 * FLOAT32))
+    copies, fixed_bytes = KNOWN_OPTIMIZERS.get(name, (0, 2 * FLOAT32))
     pairs = dict(pair.partition("=")[::2] for pair in (arguments or "").replace(" ", "").split(","))
     if name == "sgd" and float(pairs.get("momentum") or 0):
         copies = 1
-    return (copies * weight_bytes + size) * model.trainable
+    return (copies * weight_bytes + fixed_bytes) * model.trainable

@@ -1,4 +1,4 @@
-"""Options about memory: saving it, measuring it, and making do with less of it."""
+"""Options for memory: saving it, measuring it, and recovering when it runs out."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from ..options import option
 
 @dataclass
 class MemoryOptions:
-    """Saving memory, measuring it, and making do with less of it."""
+    """Saving memory, measuring it, and recovering when it runs out."""
 
     pad_to_multiple_of: int | str | None = option(
         "auto",

@@ -1,38 +1,40 @@
-"""The memory plan of a run: what fits a device, what each option saves, and the plan as text."""
+"""The memory plan of a run: what fits a device, what other option values save, as text."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..number_format import format_bytes
 from .estimate import Estimate
-from .meter import DeviceMemory
 from .model_size import ModelSize
+from .rank_memory import MemoryUse
 from .settings import RunSettings
-from .shares import Parts
 
-HEADROOM = 0.1  # share of a device left to its driver, to fragments and to the plan's own error
-MOST = 2**20  # tokens: no longer sequence is looked for
+HEADROOM = 0.1  # fraction of a device left for its driver, fragmentation and error of the plan
+MOST = 2**20  # tokens; longer sequences are not tried
 MOST_IN_GROUP = 2**14
-NAMES = [field.name for field in fields(Parts)]
+NAMES = [field.name for field in fields(MemoryUse)]
 HEADINGS = {"kv_cache": "KV cache", "vllm": "vLLM"}
-SMALLEST_CACHE = 16 * 2**20
-BATCHED_TOKENS = 4096  # that one step of a generation engine computes
-BLOCK = 32  # tokens; an engine gives out its cache in blocks
 
-# Option, another value of it, what that sets in `RunSettings`, and what it costs or needs.
-Other = tuple[str, Any, dict[str, Any], str]
+
+class Alternative(NamedTuple):
+    """Another value of an option."""
+
+    option: str
+    value: object
+    settings: dict[str, Any]  # the fields of `RunSettings` that it changes
+    note: str = ""  # what it costs or needs
 
 
 @dataclass(frozen=True)
 class Change:
-    """Another value of one option, and what it would make of each phase."""
+    """Another value of an option, and the memory of each phase with it."""
 
     option: str
     value: str
-    phases: dict[str, float]  # bytes with it
+    phases: dict[str, float]  # bytes
     note: str = ""  # what it costs or needs
 
     @property
@@ -52,13 +54,13 @@ class Limit:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a run spends memory, and what would fit."""
+    """The memory of a run, and what would fit."""
 
     model: ModelSize  # what is trained
     run: RunSettings
     device_bytes: float  # memory of one device
-    adapter: ModelSize | None = None  # the model with an adapter, to say what that would save
-    notes: tuple[str, ...] = ()  # what it takes for granted or leaves out
+    adapter: ModelSize | None = None  # the model with an adapter, to show what that would save
+    notes: tuple[str, ...] = ()  # assumptions and omissions
 
     @cached_property
     def estimate(self) -> Estimate:
@@ -70,36 +72,56 @@ class Plan:
         return (1 - HEADROOM) * self.device_bytes
 
     def fits(self, run: RunSettings | None = None) -> bool:
-        """Whether the largest phase fits the device, with these settings or others."""
+        """Whether the largest phase fits the device, with these or other settings."""
         return Estimate(self.model, run or self.run).peak <= self.budget
 
     def limits(self) -> list[Limit]:
-        """The largest value of some options that fits while the others stay as they are."""
-        run, context = self.run, self.model.context or MOST
-        bound = "no limit" if self.model.context is None else "the model's context"
-        # Divisors of the round leave the gradient as it is.
-        each = 1 if run.generates else run.group_size  # rows of an example
-        rows = self._limit(
+        """Return the largest value of some options that fits if all others stay the same."""
+        run = self.run
+        context = self.model.context or MOST
+        context_bound = "no limit" if self.model.context is None else "the model's context"
+        # Divisors of the rollout batch, which do not change the gradient.
+        example_rows = 1 if run.generates else run.group_size
+        sizes = range(1, run.rows // example_rows + 1)
+        batch_size = self._limit(
             "per_device_train_batch_size",
-            run.micro_batch // each,
-            [n for n in range(1, run.rows // each + 1) if run.rows % (n * each) == 0],
+            run.micro_batch // example_rows,
+            [size for size in sizes if run.rows % (size * example_rows) == 0],
             "the whole round" if run.generates else "all rows of an update",
-            lambda n: resized(run, micro_batch=n * each),
+            lambda size: resized(run, micro_batch=size * example_rows),
         )
         if not run.generates:
-            now, lengths = run.prompt + run.completion, range(2, max(2, context) + 1)
-            return [self._limit("max_length", now, lengths, bound, run.of_length), rows]
-
-        def by(field: str) -> Callable[[int], RunSettings]:
-            return lambda n: resized(run, **{field: n})
-
-        lengths, others = (range(1, max(1, context - n) + 1) for n in (run.completion, run.prompt))
-        groups = group_sizes(run.micro_batch, max(1, run.rows // run.group_size))
+            length = self._limit(
+                "max_length",
+                run.prompt + run.completion,
+                range(2, max(2, context) + 1),
+                context_bound,
+                run.of_length,
+            )
+            return [length, batch_size]
         return [
-            self._limit("num_generations", run.group_size, groups, "no limit", by("group_size")),
-            self._limit("tokens of a prompt", run.prompt, lengths, bound, by("prompt")),
-            self._limit("max_completion_length", run.completion, others, bound, by("completion")),
-            rows,
+            self._limit(
+                "num_generations",
+                run.group_size,
+                group_sizes(run.micro_batch, max(1, run.rows // run.group_size)),
+                "no limit",
+                lambda size: resized(run, group_size=size),
+            ),
+            self._limit(
+                "tokens of a prompt",
+                run.prompt,
+                range(1, max(1, context - run.completion) + 1),
+                context_bound,
+                lambda tokens: resized(run, prompt=tokens),
+            ),
+            self._limit(
+                "max_completion_length",
+                run.completion,
+                range(1, max(1, context - run.prompt) + 1),
+                context_bound,
+                lambda tokens: resized(run, completion=tokens),
+            ),
+            batch_size,
         ]
 
     def _limit(
@@ -107,93 +129,107 @@ class Plan:
         option: str,
         now: int,
         values: Sequence[int],
-        words: str,
-        changed: Callable[[int], RunSettings],
+        bound: str,
+        settings: Callable[[int], RunSettings],
     ) -> Limit:
-        """The largest of some rising values of an option with which the run fits."""
-        found = largest_fitting(lambda value: self.fits(changed(value)), values, now)
-        return Limit(option, now, found, f" ({words})" if found == values[-1] else "")
+        """Find the largest of increasing values of an option that fits."""
+        largest = largest_fitting(lambda value: self.fits(settings(value)), values, now)
+        return Limit(option, now, largest, f" ({bound})" if largest == values[-1] else "")
 
     def changes(self) -> list[Change]:
-        """What other values of the options that save memory would make of each phase."""
-        found = [
-            (self.model, option, value, self.run.replace(**changed), note)
-            for others in (_savings, _other_runs, _other_engines, _other_places)
-            for option, value, changed, note in others(self.run)
+        """Return what other option values would change, the smallest peak first."""
+        changes = [
+            self._change(alternative, self.model, self.run.replace(**alternative.settings))
+            for alternatives in (_same_results, _other_results, _other_sharding, _offloading)
+            for alternative in alternatives(self.run)
         ]
         if self.adapter is not None:
-            found.append((self.adapter, "use_peft", True, self.run, "trains an adapter"))
-        changes = [
-            Change(option, str(value).lower(), Estimate(model, run).totals, note)
-            for model, option, value, run, note in found
-        ]
+            use_peft = Alternative("use_peft", True, {}, "trains an adapter")
+            changes.append(self._change(use_peft, self.adapter, self.run))
         return sorted(changes, key=lambda change: change.peak)
 
+    def _change(self, alternative: Alternative, model: ModelSize, run: RunSettings) -> Change:
+        value = str(alternative.value).lower()
+        return Change(alternative.option, value, Estimate(model, run).totals, alternative.note)
 
-def _savings(run: RunSettings) -> Iterator[Other]:
-    """Changes that leave the results of the computation the same."""
-    other, least = not run.gradient_checkpointing, 1 if run.generates else run.group_size
-    slower = "about a third more time" if other else ""
-    yield "gradient_checkpointing", other, {"gradient_checkpointing": other}, slower
+
+def _same_results(run: RunSettings) -> Iterator[Alternative]:
+    """Alternatives that do not change the results of the computation."""
+    checkpoints = not run.gradient_checkpointing
+    yield Alternative(
+        "gradient_checkpointing",
+        checkpoints,
+        {"gradient_checkpointing": checkpoints},
+        "about a third more time" if checkpoints else "",
+    )
     if run.group_size > 1:
-        yield "shared_prefix", not run.shared_prefix, {"shared_prefix": not run.shared_prefix}, ""
-    value, chunk = ("none", None) if run.logits_chunk == 0 else ("0", 0)
-    yield "logits_chunk_size", value, {"logits_chunk": chunk}, ""
-    if run.micro_batch > least:
-        split = vars(resized(run, micro_batch=least))
-        yield "per_device_train_batch_size", 1, split, "same gradient, more passes"
+        shares = not run.shared_prefix
+        yield Alternative("shared_prefix", shares, {"shared_prefix": shares})
+    if run.logits_chunk == 0:
+        yield Alternative("logits_chunk_size", "none", {"logits_chunk": None})
+    else:
+        yield Alternative("logits_chunk_size", 0, {"logits_chunk": 0})
+    example_rows = 1 if run.generates else run.group_size
+    if run.micro_batch > example_rows:
+        settings = vars(resized(run, micro_batch=example_rows))
+        yield Alternative("per_device_train_batch_size", 1, settings, "same gradient, more passes")
     if run.generates and run.generation_rows is None and run.rows > run.group_size:
-        group = run.group_size
-        yield "generation_max_rows", group, {"generation_rows": group}, "more passes"
+        rows = run.group_size
+        yield Alternative("generation_max_rows", rows, {"generation_rows": rows}, "more passes")
 
 
-def _other_runs(run: RunSettings) -> Iterator[Other]:
-    """Changes that train something else, or in another precision."""
+def _other_results(run: RunSettings) -> Iterator[Alternative]:
+    """Alternatives that train something else, or in another precision."""
     if run.generates and run.reference:
-        unscored = {"reference": False, "scores_policy": run.scores_policy and not run.is_on_policy}
-        yield "beta", 0, unscored, "no KL penalty"
+        scores_policy = run.scores_policy and not run.is_on_policy
+        without_reference = {"reference": False, "scores_policy": scores_policy}
+        yield Alternative("beta", 0, without_reference, "no KL penalty")
     if run.weight_bytes == 4:
         half = {"weight_bytes": 2, "product_bytes": 2}
-        yield "dtype", "bfloat16", half, "small updates are rounded away"
+        yield Alternative("dtype", "bfloat16", half, "small updates are rounded away")
     if run.optimizer.startswith("adamw_torch"):
-        yield "optim", "adamw_8bit", {"optimizer": "adamw_8bit"}, "needs bitsandbytes"
+        in_8bit = {"optimizer": "adamw_8bit"}
+        yield Alternative("optim", "adamw_8bit", in_8bit, "needs bitsandbytes")
 
 
-def _other_engines(run: RunSettings) -> Iterator[Other]:
-    """Other ways for ranks to divide the model."""
-    sharding, gathers = run.sharding, run.gathers
+def _other_sharding(run: RunSettings) -> Iterator[Alternative]:
+    """Other ways to shard the model."""
+    sharding = run.sharding
     if run.generates and sharding.divides_weights and run.engine_bytes is None:
-        note = "each token gathers all weights" if gathers else ""
-        yield "ds3_gather_for_generation", not gathers, {"gathers": not gathers}, note
+        gathers = not run.gathers
+        note = "" if gathers else "each token gathers all weights"
+        yield Alternative("ds3_gather_for_generation", gathers, {"gathers": gathers}, note)
     if run.processes > 1 and not sharding.is_fsdp:
-        # DeepSpeed casts the weights themselves instead of autocasting.
-        cast = {"weight_bytes": run.product_bytes, "loaded_bytes": run.weight_bytes}
         for stage in {1, 2, 3} - {sharding.stage}:
-            zero = {"sharding": replace(sharding, engine="zero", stage=stage, syncs=True)}
-            changed = (cast | zero) if run.autocast else zero
-            yield "accelerate_config", f"zero{stage}", changed, "needs deepspeed"
+            zero = replace(sharding, engine="zero", stage=stage, syncs=True)
+            settings: dict[str, Any] = {"sharding": zero}
+            if run.autocast:  # DeepSpeed casts the weights themselves instead
+                settings["weight_bytes"] = run.product_bytes
+                settings["loaded_bytes"] = run.weight_bytes
+            yield Alternative("accelerate_config", f"zero{stage}", settings, "needs deepspeed")
 
 
-def _other_places(run: RunSettings) -> Iterator[Other]:
-    """What the memory of the host could hold."""
+def _offloading(run: RunSettings) -> Iterator[Alternative]:
+    """Alternatives that move memory to the host."""
     sharding = run.sharding
     if sharding.is_zero and not sharding.offloads_optimizer:
-        states = {"sharding": replace(sharding, offloads_optimizer=True)}
-        yield "offload_optimizer_device", "cpu", states, "slower updates"
+        settings = {"sharding": replace(sharding, offloads_optimizer=True)}
+        yield Alternative("offload_optimizer_device", "cpu", settings, "slower updates")
     if sharding.is_fsdp and not sharding.offloads_weights:
-        everything = replace(sharding, offloads_optimizer=True, offloads_weights=True)
-        yield "fsdp_offload_params", True, {"sharding": everything}, "slower passes and updates"
+        offloading = replace(sharding, offloads_optimizer=True, offloads_weights=True)
+        settings = {"sharding": offloading}
+        yield Alternative("fsdp_offload_params", True, settings, "slower passes and updates")
 
 
 def group_sizes(micro_batch: int, prompts: int) -> list[int]:
-    """Completions of a prompt with which no micro-batch cuts more groups than it must."""
+    """Return completions per prompt for which micro-batches divide as few groups as possible."""
     divisors = range(2, micro_batch)
     whole = [n for n in divisors if micro_batch % n == 0 and prompts * n % micro_batch == 0]
     return whole + [n for n in range(micro_batch, MOST_IN_GROUP + 1, micro_batch) if n > 1]
 
 
 def resized(run: RunSettings, **changes: int) -> RunSettings:
-    """The same prompts in each round and update, with rows, groups or micro-batches changed."""
+    """Change the sizes of groups, rows or micro-batches; keep the prompts per update."""
     other = run.replace(**changes)
     rows = run.rows * other.group_size // run.group_size
     slices = max(1, rows // other.micro_batch)
@@ -202,7 +238,7 @@ def resized(run: RunSettings, **changes: int) -> RunSettings:
 
 
 def largest_fitting(fits: Callable[[int], bool], values: Sequence[int], now: int = 0) -> int | None:
-    """Find the largest of rising values that fits, or None; bisect from `now` if that fits."""
+    """Find the largest of increasing values that fits, or None; bisect from `now` if that fits."""
     start = bisect_left(values, now) if now in values and fits(now) else 0
     beyond = bisect_left(values, True, lo=start, key=lambda value: not fits(value))
     return values[beyond - 1] if beyond else None
@@ -213,22 +249,26 @@ def largest_fitting(fits: Callable[[int], bool], values: Sequence[int], now: int
 
 def render(plan: Plan) -> str:
     """Write the plan as tables of plain text, for a terminal or a file."""
-    blocks = [block(plan) for block in (_header, _phases, _verdict, _limits, _changes)]
-    return "\n\n".join([*blocks, *filter(None, ["\n".join(f"Note: {x}" for x in plan.notes)])])
+    blocks = [_header(plan), _phases(plan), _verdict(plan), _limits(plan), _changes(plan)]
+    if plan.notes:
+        blocks.append("\n".join(f"Note: {note}" for note in plan.notes))
+    return "\n\n".join(blocks)
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Align columns; the first to the left, the others to the right."""
+    """Align columns: the first to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = (
-        [row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]
-        for row in rows
-    )
-    return "\n".join("  ".join(line).rstrip() for line in lines)
+    lines = []
+    for row in rows:
+        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        cells[0] = row[0].ljust(widths[0])
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
 
 
 def _header(plan: Plan) -> str:
-    model, run = plan.model, plan.run
+    model = plan.model
+    run = plan.run
     trained = "" if not model.frozen else f", of which {_count(model.trainable)} are trained"
     precision = f"{8 * run.weight_bytes}-bit weights"
     if run.autocast:
@@ -239,23 +279,28 @@ def _header(plan: Plan) -> str:
             f"Round per rank: {run.rows} completions of up to {run.completion} tokens, "
             f"{run.group_size} for each prompt of up to {run.prompt} tokens"
         )
-    what = "completions" if run.generates else f"rows of up to {run.prompt + run.completion} tokens"
-    tokens, every = sum(run.forward_passes(cuts=False)), run.sharding.per_row
-    each = "" if every == 1 else " of each rank"
-    lines.append(f"Micro-batch: {run.micro_batch} {what}, {tokens} tokens{each} in one forward")
-    return "\n".join(lines) + _ranks(plan)
+        rows = f"{run.micro_batch} completions"
+    else:
+        rows = f"{run.micro_batch} rows of up to {run.prompt + run.completion} tokens"
+    tokens = sum(run.forward_passes(cuts=False))
+    of_rank = "" if run.sharding.per_row == 1 else " of each rank"
+    lines.append(f"Micro-batch: {rows}, {tokens} tokens{of_rank} in one forward")
+    if run.processes > 1:
+        lines.append(_ranks(plan))
+    return "\n".join(lines)
 
 
 def _ranks(plan: Plan) -> str:
-    sharding, host = plan.run.sharding, plan.estimate.shares.host
-    if plan.run.processes == 1:
-        return ""
-    words = f"\nRanks: {plan.run.processes}, {sharding.name}"
+    sharding = plan.run.sharding
+    line = f"Ranks: {plan.run.processes}, {sharding.name}"
     if sharding.stage and sharding.ranks < plan.run.processes:
-        words += f"; every {sharding.ranks} of them hold one copy"
+        line += f"; every {sharding.ranks} of them hold one copy"
     if sharding.per_row > 1:
-        words += f"; every {sharding.per_row} of them divide the tokens of a row"
-    return words + (f"; {format_bytes(host)} of each rank in host memory" if host else "")
+        line += f"; every {sharding.per_row} of them divide the tokens of a row"
+    host = plan.estimate.rank.host
+    if host:
+        line += f"; {format_bytes(host)} of each rank in host memory"
+    return line
 
 
 def _count(parameters: int) -> str:
@@ -263,22 +308,19 @@ def _count(parameters: int) -> str:
 
 
 def _phases(plan: Plan) -> str:
-    phases = plan.estimate.phases
-    used = [name for name in NAMES if any(getattr(parts, name) for parts in phases.values())]
+    phases = {name: use.by_purpose() for name, use in plan.estimate.phases.items()}
+    used = [name for name in NAMES if any(purposes[name] for purposes in phases.values())]
     rows = [["held at the peak of", *(HEADINGS.get(name, name) for name in used), "total"]]
-    for phase, parts in phases.items():
-        rows.append(
-            [
-                phase,
-                *(format_bytes(getattr(parts, name)) for name in used),
-                format_bytes(parts.total),
-            ]
-        )
+    for phase, purposes in phases.items():
+        sizes = [purposes[name] for name in used]
+        total = plan.estimate.totals[phase]
+        rows.append([phase, *map(format_bytes, sizes), format_bytes(total)])
     return table(rows)
 
 
 def _verdict(plan: Plan) -> str:
-    peak, totals = plan.estimate.peak, plan.estimate.totals
+    peak = plan.estimate.peak
+    totals = plan.estimate.totals
     phase = max(totals, key=totals.__getitem__)
     room = f"{format_bytes(plan.budget)} of a device of {format_bytes(plan.device_bytes)}"
     end = f"fits in {room}" if plan.fits() else f"does not fit in {room}"
@@ -288,8 +330,8 @@ def _verdict(plan: Plan) -> str:
 def _limits(plan: Plan) -> str:
     rows = [["largest value that fits, all else as it is", "now", "largest"]]
     for limit in plan.limits():
-        found = "none fits" if limit.largest is None else str(limit.largest)
-        rows.append([limit.option, str(limit.now), found + limit.note])
+        largest = "none fits" if limit.largest is None else str(limit.largest)
+        rows.append([limit.option, str(limit.now), largest + limit.note])
     return table(rows)
 
 
@@ -305,87 +347,8 @@ def _changes(plan: Plan) -> str:
     return table(rows)
 
 
-def _difference(count: float) -> str:
-    return "=" if abs(count) < 500 else f"{'+' if count > 0 else '-'}{format_bytes(abs(count))}"
-
-
-# --- An engine that generates on the device of training ---
-
-
-@dataclass(frozen=True)
-class EngineMemory:
-    """What an engine is given."""
-
-    cache: int  # bytes for keys and values
-    context: int  # most tokens of one prompt with its completion that they hold
-    total: float  # bytes with weights and working memory
-
-
-@dataclass(frozen=True)
-class Engine:
-    """An engine beside training; sizes are bytes of one rank."""
-
-    plan: Plan  # of the training run; an engine that it counts is left out here
-    ranks: int  # that divide its weights and its cache among them
-    context: int  # most tokens of one prompt with its completion
-    rows: int  # completions that decode together
-    sleeps: bool  # it gives its memory back outside generation
-
-    @property
-    def weights(self) -> float:
-        """Its own copy; an adapter is merged, or kept apart with room for as much again."""
-        model = self.plan.model
-        return self.plan.run.product_bytes * (model.parameters + model.adapter) / self.ranks
-
-    @property
-    def token(self) -> float:
-        """Keys and values of one token in all layers."""
-        model = self.plan.model
-        return 2 * self.plan.run.product_bytes * model.keys * model.layers / self.ranks
-
-    @property
-    def working(self) -> float:
-        """Activations of one step, and logits in float32 with what sampling adds."""
-        model = self.plan.model
-        activations = BATCHED_TOKENS * (4 * model.hidden + 3 * model.intermediate)
-        return self.plan.run.product_bytes * activations + 4 * 3 * self.rows * model.vocabulary
-
-    def memory(self, shortest: int, measured: DeviceMemory | None = None) -> EngineMemory:
-        """Divide what training leaves of the device between the weights and the cache.
-
-        An engine that sleeps shares the device with what is held in generation alone, another one
-        with the largest phase. What is `measured` before the engine is started counts where less
-        is free than planned. A context of fewer than `shortest` tokens is a ValueError.
-        """
-        plan = self.plan
-        run = plan.run.replace(engine_bytes=0.0, engine_sleeps=self.sleeps)
-        phases = Estimate(plan.model, run).totals
-        phase = "generation" if self.sleeps else max(phases, key=phases.__getitem__)
-        budget, taken, seen = plan.budget, phases[phase], ""
-        if measured is not None:
-            budget = min(budget, (1 - HEADROOM) * (measured.free + measured.held))
-            taken = max(taken, measured.held)
-            seen = (
-                f" ({format_bytes(measured.free)} of the device's "
-                f"{format_bytes(plan.device_bytes)} are free now, and training holds "
-                f"{format_bytes(measured.held)})"
-            )
-        fixed = self.weights + self.working
-        left = budget - taken - fixed
-        context = min(self.context, int(left // self.token))
-        if context < shortest:
-            advice = "Lower max_completion_length"
-            advice = advice if self.sleeps else "Set vllm_enable_sleep_mode=True"
-            raise ValueError(
-                f"The vLLM engine does not fit beside training. Of {format_bytes(budget)} that "
-                f"may be filled{seen}, {phase} takes {format_bytes(taken)} and the engine itself "
-                f"{format_bytes(fixed)}; a prompt with its completion needs "
-                f"{format_bytes(shortest * self.token)} more. {advice}, or "
-                "spread the engine over ranks with vllm_tensor_parallel_size, or set "
-                "vllm_gpu_memory_utilization to try it anyway."
-            )
-        blocks = -(-min(self.context, run.prompt + run.completion) // BLOCK)
-        # More cache than a round fills would be idle.
-        wanted = self.token * max(self.rows * blocks * BLOCK, context)
-        cache = max(SMALLEST_CACHE, min(wanted, left))
-        return EngineMemory(int(cache), context, fixed + cache)
+def _difference(size: float) -> str:
+    if abs(size) < 500:
+        return "="
+    sign = "+" if size > 0 else "-"
+    return f"{sign}{format_bytes(abs(size))}"

@@ -22,8 +22,8 @@ from trl.generation.vllm.factory import (
     server_urls,
 )
 from trl.imports import is_available
+from trl.memory.engine_memory import EngineMemory
 from trl.memory.meter import DeviceMemory
-from trl.memory.plan import EngineMemory
 from trl.models.value_model import add_value_model
 
 needs_vllm = pytest.mark.skipif(
@@ -146,12 +146,12 @@ def test_engines_of_all_ranks_have_the_size_of_the_smallest(tmp_path, monkeypatc
         seen.append(measured)
         return EngineMemory(2**24, 256, 2**25)
 
-    seen, here = [], DeviceMemory(free=5e9, held=3e9)
+    seen, here = [], DeviceMemory(free=5e9, used=3e9)
     monkeypatch.setattr(factory.DeviceMemory, "of", lambda device: here)
     monkeypatch.setattr(factory.Engine, "memory", memory)
     handle = model_policy(tiny_model(), ranks=Other())
     found = engine_arguments(handle, vllm_config(tmp_path), Sampling(max_tokens=4))
-    assert seen == [DeviceMemory(free=2.5e9, held=1.5e9)]
+    assert seen == [DeviceMemory(free=2.5e9, used=1.5e9)]
     assert (found["max_model_len"], found["kv_cache_memory_bytes"]) == (256, 2**24)
     assert found["dtype"] == "float32" and found["skip_tokenizer_init"]
 

@@ -10,9 +10,10 @@ from torch import nn
 from transformers.utils import logging
 
 from ...imports import require
+from ...memory.engine_memory import BATCHED_TOKENS, Engine, EngineMemory
 from ...memory.meter import DeviceMemory, device_bytes
 from ...memory.model_size import model_size, quantized_bytes
-from ...memory.plan import BATCHED_TOKENS, Engine, EngineMemory, Plan
+from ...memory.plan import Plan
 from ...memory.settings import ASSUMED_PROMPT, RunSettings, options_of_environment, read_sharding
 from ...models.loading import context_length
 from ...models.unwrap import VALUE_MODEL, causal_model, is_peft_model
@@ -222,7 +223,7 @@ def _least_free_memory(policy: PolicyHandle) -> DeviceMemory:
     own = DeviceMemory.of(policy.device)
     return DeviceMemory(
         free=-policy.ranks.max(-own.free),
-        held=-policy.ranks.max(-own.held),
+        used=-policy.ranks.max(-own.used),
     )
 
 
