@@ -57,7 +57,7 @@ def test_passes_are_those_of_the_scorer(prompts, group_size, prompt, completion)
         is_cut = passes.wants_passes(torch.nn.Identity(), layout)
     assert is_cut == (len(found) > 1)
     if is_cut:
-        cuts = [cut for group in layout.inputs[KEYWORD].groups for cut in group.cuts]
+        cuts = [cut for group in layout.inputs[KEYWORD].groups for cut in group.tails]
         counts = passes.tails_of_passes([b - a for a, b in cuts], prompts * prompt)
         rest = iter(cuts)
         runs = [list(islice(rest, count)) for count in counts]
