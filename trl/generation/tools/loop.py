@@ -85,17 +85,11 @@ class ToolLoop(BackendWrapper):
         while max_tokens > 0:
             filler = _Row(rows[0].prompt_ids, rows[0].prompt, rows[0].seed, {})
             batch = unfinished or [filler]
-            seeds = [row.seed for row in batch]
-            if turn > 0:  # the first turn samples as without tools
-                seeds = [row_seeds((seed, "turn"), turn, 1)[0] for seed in seeds]
             prompts = Prompts(
                 messages=[row.prompt for row in batch], token_ids=[row.ids for row in batch]
             )
-            turn_sampling = sampling.replace(max_tokens=max_tokens, seeds=tuple(seeds))
-            # Later turns are not the same for the rows of a group.
-            generations = self.engine.generate(
-                prompts, turn_sampling, group_size if turn == 0 else 1
-            )
+            turn_sampling = sampling.replace(max_tokens=max_tokens, seeds=_turn_seeds(batch, turn))
+            generations = self.engine.generate(prompts, turn_sampling, group_size)
             for index, row in enumerate(unfinished):
                 self._append_turn(row, generations, index, sampling)
             if turn == self.max_iterations:
@@ -103,6 +97,7 @@ class ToolLoop(BackendWrapper):
             else:
                 unfinished = self._answer_calls(unfinished, sampling)
             turn += 1
+            group_size = 1  # the rows of a group have different prompts from now on
             max_tokens = self._max_tokens(unfinished, sampling)
 
     def _max_tokens(self, unfinished: Sequence[_Row], sampling: Sampling) -> int:
@@ -161,6 +156,13 @@ class ToolLoop(BackendWrapper):
                 row.messages += messages
                 continued.append(row)
         return continued
+
+
+def _turn_seeds(rows: Sequence[_Row], turn: int) -> tuple[int, ...]:
+    """Return a seed per row. The first turn samples as a completion without tools does."""
+    if turn == 0:
+        return tuple(row.seed for row in rows)
+    return tuple(row_seeds((row.seed, "turn"), turn, 1)[0] for row in rows)
 
 
 def _make_generations(rows: Sequence[_Row]) -> Generations:
