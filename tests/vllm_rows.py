@@ -44,7 +44,7 @@ def check_fault_is_found(make_backend, name):
     found = make_backend(model, probe_syncs=0)
     found.generate(PROMPTS, sampling(), 4)
     nudge(model, 1e-6)  # far too little for log-probabilities to show
-    check_stop(found, rf"Step 1.*{name} was not what was sent")
+    check_stop(found, rf"Step 1.*{name} differs from what was sent")
 
 
 def check_missing_weight_is_found(make_backend):

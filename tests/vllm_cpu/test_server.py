@@ -21,7 +21,7 @@ from vllm_rows import (
 from vllm_server import connected_pool, server_backend, shared_server
 
 from trl.generation.base import Sampling
-from trl.generation.vllm.server.backend import MOST_REQUESTS, ServerPool
+from trl.generation.vllm.server.backend import MAX_CONCURRENT_REQUESTS, ServerPool
 from trl.generation.vllm.server.client import ServerError, VLLMClient
 from trl.generation.vllm.server.secret import WEIGHTS_ROUTE
 from trl.generation.vllm.weight_verifier import WeightSyncError
@@ -111,7 +111,7 @@ def test_many_prompts_are_asked_by_few_threads_and_answered_as_alone():
         patch.setattr(VLLMClient, "request", counted)
         before = threading.active_count()
         rows = found.generate(many, greedy_of(600), 1)
-    assert len(most) >= 600 and max(most) <= before + MOST_REQUESTS
+    assert len(most) >= 600 and max(most) <= before + MAX_CONCURRENT_REQUESTS
     expected = [
         int(model(torch.tensor([ids])).logits[0, -1].argmax()) for ids in many.token_ids[:50]
     ]
@@ -159,7 +159,7 @@ def test_a_transposed_weight_stops_training():
     shared_server().fault("transposed", name, first=2)
     found = server_backend(policy_model(), probe_syncs=0)
     found.generate(PROMPTS, sampling(), 4)
-    check_stop(found, f"{name} was not what was sent")
+    check_stop(found, f"{name} differs from what was sent")
 
 
 def test_a_weight_that_is_not_sent_stops_training():

@@ -65,7 +65,7 @@ def test_evaluation_uses_the_same_server(tmp_path):
     [
         ({"model": lambda: policy_model().bfloat16()}, "in float32 and the policy in bfloat16"),
         ({"model": lambda: policy_model(num_hidden_layers=3)}, "num_hidden_layers=2 and the .* 3"),
-        ({"max_completion_length": 128}, "sees 128 tokens, but max_completion_length=128"),
+        ({"max_completion_length": 128}, "context of 128 tokens, but max_completion_length=128"),
         ({"generation_kwargs": {"flat_logprobs": True}}, "'flat_logprobs'. is not an option of"),
     ],
     ids=["dtype", "shape", "context", "option"],

@@ -184,7 +184,7 @@ def test_a_transposed_weight_stops_training():
     found = backend(model, engine_=kind(fresh_engine(model)._llm), probe_syncs=0)
     found.sync_weights(0)
     found.generate(PROMPTS, sampling(), 4)
-    check_stop(found, f"{Q} was not what was sent")
+    check_stop(found, f"{Q} differs from what was sent")
 
 
 def test_a_weight_that_is_no_longer_sent_stops_training():

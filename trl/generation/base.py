@@ -153,9 +153,10 @@ class PolicyHandle:
     device: torch.device  # of the policy on this rank
     dtype: torch.dtype  # in which the policy computes
     # (prompt ids, completion ids) -> log-probability of each completion token at the sampling
-    # temperature. A collective: all ranks call it together.
+    # temperature. All ranks must call it together.
     logps: Callable[[list[int], list[int]], list[float]]
-    # Context manager that yields the unwrapped policy in evaluation mode. A collective.
+    # Context manager that yields the unwrapped policy in evaluation mode. All ranks must enter it
+    # together.
     inference: Callable[[], AbstractContextManager[Any]]
     # True: weights are gathered layer by layer, so all ranks must run layers equally often.
     layers_in_lockstep: bool = False

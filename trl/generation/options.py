@@ -92,8 +92,8 @@ class GenerationOptions:
     def engine_problems(self) -> dict[str, bool]:
         """Map an error message for each forbidden combination of options to whether it is set."""
         vllm_conflict = (
-            "cannot be used with use_vllm=True: it says how transformers generates. Leave one of "
-            "them out"
+            "cannot be used with use_vllm=True: it is an option of generation by transformers. "
+            "Leave one of them out"
         )
         adapter_only = self.use_vllm and self.vllm_sync_adapter_only
         return {

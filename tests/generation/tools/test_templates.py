@@ -84,7 +84,7 @@ def test_templates_that_drop_earlier_reasoning_can_be_used():
     ("template", "words"),
     [
         (None, "need a chat template; the tokenizer has none"),
-        (CHAT_TEMPLATE, "does not show tool calls"),
+        (CHAT_TEMPLATE, "does not render tool calls"),
         ("{{ messages | length }}" + TEMPLATE, "not prefix-preserving.* from token 0 .*'2.* '3"),
     ],
     ids=["none", "no calls", "changes earlier turns"],
@@ -157,7 +157,7 @@ def test_a_response_template_that_is_there_stays():
 
 
 def test_templates_whose_calls_cannot_be_read():
-    with pytest.raises(ValueError, match="does not show tool calls"):
+    with pytest.raises(ValueError, match="does not render tool calls"):
         add_response_schema(bpe_tokenizer(CHATML))
     with pytest.raises(ValueError, match="in an unknown format: .look_up"):
         add_response_schema(bpe_tokenizer(template_with("{{ f.name }}({{ f.arguments }})")))

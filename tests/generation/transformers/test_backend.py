@@ -56,7 +56,7 @@ def test_rows_do_not_depend_on_their_batch():
         # Its cache mixes up rows.
         (RwkvConfig(**SIZES, attention_hidden_size=32), "one row"),
         # With a cache it counts padding as positions.
-        (GitConfig(**SIZES, num_attention_heads=4), "prompts of one length"),
+        (GitConfig(**SIZES, num_attention_heads=4), "prompts of equal length"),
     ],
 )
 def test_rows_do_not_depend_on_their_batch_in_classes_that_take_no_padding(config, alike, log):
@@ -231,7 +231,7 @@ def test_extra_options_win_over_those_that_are_always_given(extra):
     [
         ({"temprature": 1}, "Did you mean temperature"),
         ({"num_beams": 2}, "cannot be used in training: beam search picks completions instead of"),
-        ({"typical_p": 0.9}, "cannot be used in training: tokens are drawn by the library"),
+        ({"typical_p": 0.9}, "cannot be used in training: the trainer samples tokens itself"),
         ({"max_tokens": 3}, "is not a generation option"),
     ],
 )

@@ -47,14 +47,14 @@ def test_what_was_sent_is_held():
 def test_one_wrong_number_is_found(name, factor, place):
     slots = held()
     slots[name][factor][place] += 1e-6
-    assert adapter_mismatch(slots, SENT) == f"the adapter in {name} was not what was sent"
+    assert adapter_mismatch(slots, SENT) == f"the adapter in {name} differs from what was sent"
 
 
 def test_the_first_of_several_is_named():
     slots = {name: (a * 2, b) for name, (a, b) in held().items()}
     assert (
         adapter_mismatch(slots, SENT)
-        == "the adapter in a.q and 1 more layers was not what was sent"
+        == "the adapter in a.q and 1 more layers differs from what was sent"
     )
 
 

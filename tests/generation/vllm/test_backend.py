@@ -78,14 +78,16 @@ def test_weights_are_sent_when_step_or_weights_moved():
 
 def test_a_prompt_that_leaves_no_room_is_named():
     long = Prompts(messages=["a", "b"], token_ids=[[1] * 7, [1] * 8])
-    with pytest.raises(ValueError, match=r"row 1 \('b'\) has 8 tokens, .* sees only 8"):
+    with pytest.raises(ValueError, match=r"row 1 \('b'\) has 8 tokens, .* context is 8"):
         Table().generate(long, Sampling(max_tokens=1), 1)
 
 
 def test_a_problem_stops_and_is_not_forgotten():
-    found = Table(problem="x was not what was sent")
+    found = Table(problem="x differs from what was sent")
     for _ in range(2):
-        with pytest.raises(WeightSyncError, match="Step 0, rank 0: .* x was not what was sent"):
+        with pytest.raises(
+            WeightSyncError, match="Step 0, rank 0: .* x differs from what was sent"
+        ):
             found.generate(PROMPTS, Sampling(max_tokens=1), 2)
     assert found.calls == ["weights", "send"] * 2
 

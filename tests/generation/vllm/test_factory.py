@@ -65,7 +65,9 @@ def test_the_ranks_of_an_engine_divide_all_ranks(tmp_path, no_platform, size, ra
 @pytest.mark.parametrize("context", [4, 8])
 def test_the_context_has_room_for_a_prompt(tmp_path, no_platform, context):
     check_options(vllm_config(tmp_path, vllm_max_model_length=9))
-    with pytest.raises(ValueError, match=f"sees {context} tokens, but max_completion_length=8"):
+    with pytest.raises(
+        ValueError, match=f"context of {context} tokens, but max_completion_length=8"
+    ):
         check_options(vllm_config(tmp_path, vllm_max_model_length=context))
 
 
@@ -246,6 +248,6 @@ def test_long_prompts_are_found_at_the_start(tmp_path, caplog):
     assert warnings() == []
     check(27)
     (message,) = warnings()
-    assert "row 1 of train_dataset has 20 tokens" in message and "cut short" in message
-    with pytest.raises(ValueError, match="row 1 .* exceeds the 20 .* leaves no room"):
+    assert "row 1 of train_dataset has 20 tokens" in message and "truncated" in message
+    with pytest.raises(ValueError, match="row 1 .* context of 20 tokens, .* leaves no room"):
         check(20)

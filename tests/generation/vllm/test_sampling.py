@@ -89,7 +89,7 @@ def test_answers_are_read_in_the_order_of_rows():
 
 @pytest.mark.parametrize("reason", ["abort", "error", None])
 def test_a_request_that_was_given_up_is_no_completion(reason):
-    with pytest.raises(RuntimeError, match="instead of stop or length"):
+    with pytest.raises(RuntimeError, match="instead of 'stop' or 'length'"):
         read_outputs(
             [CompletionRequest([9], 1, 0)], [SimpleNamespace(outputs=[output(0, [5], reason)])]
         )

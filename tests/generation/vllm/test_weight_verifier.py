@@ -68,7 +68,7 @@ def test_a_change_after_loading_is_seen(name):
     parameter, entry = place.get(name, (model.narrow, 6))
     flat = parameter.data.view(-1)
     flat[entry] = flat[entry] * 1.01
-    assert f"{name} was not what was sent" in verifier.finish_sync()
+    assert f"{name} differs from what was sent" in verifier.finish_sync()
 
 
 def test_entries_that_were_never_loaded_are_counted():
@@ -93,7 +93,7 @@ def test_many_weights_are_listed_shortly():
     verifier = WeightVerifier(model)
     assert sync(verifier, weights(), model.load) is None
     problem = sync(verifier, weights(1), lambda name, weight: None)
-    assert problem == "first, second, third and 1 more were not what was sent"
+    assert problem == "first, second, third and 1 more differ from what was sent"
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int8])

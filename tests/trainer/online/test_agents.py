@@ -395,7 +395,7 @@ def test_completions_in_environments_come_from_the_same_random_streams(tmp_path,
         ({"tools": [add, 3]}, TypeError, "3 is not a function"),
         ({"tools": [add], "data": Dataset.from_dict({"prompt": ["ab", "cd"]})}, ValueError,
          "conversational prompts.*'ab'"),
-        ({"tools": [add], "tokenizer": tiny_tokenizer()}, ValueError, "does not show tool calls"),
+        ({"tools": [add], "tokenizer": tiny_tokenizer()}, ValueError, "does not render tool calls"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("kind", KINDS)

@@ -103,7 +103,7 @@ class ToolLoop(BackendWrapper):
     def _max_tokens(self, unfinished: Sequence[_Row], sampling: Sampling) -> int:
         """Return the most tokens that a row of any rank may add; 0 if none is unfinished.
 
-        A collective.
+        All ranks must call it together.
         """
         local = max((self._remaining_tokens(row, sampling) for row in unfinished), default=0)
         return max(self.ranks.gather_objects(local))

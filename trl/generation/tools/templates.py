@@ -107,7 +107,8 @@ def add_response_schema(processing_class: T) -> T:
     source = cast(ProcessingClass, processing_class)
     if not supports_tool_calling(source):
         raise ValueError(
-            "The chat template does not show tool calls and their results, so they cannot be read."
+            "The chat template does not render tool calls and their results, so they cannot be "
+            "parsed."
         )
     prompt = render_probe(source, [USER], add_generation_prompt=True)
     call_text = render_call(source).rstrip()
@@ -169,7 +170,7 @@ class ToolResultEncoder:
             raise ValueError("tools need a chat template; the tokenizer has none.")
         if not supports_tool_calling(tokenizer):
             raise ValueError(
-                "tools: the chat template of the tokenizer does not show tool calls and their "
+                "tools: the chat template of the tokenizer does not render tool calls and their "
                 "results. Use a model whose template does, or set tokenizer.chat_template."
             )
         prompt_length = len(self._render_ids())
@@ -189,7 +190,7 @@ class ToolResultEncoder:
             f"before it, from token {first_change} of {before!r:.200}: "
             f"{self._tokenizer.decode(before[first_change:])!r:.80} becomes "
             f"{self._tokenizer.decode(with_result[first_change:])!r:.80}. Change "
-            "tokenizer.chat_template so that a turn is rendered alike whatever follows it."
+            "tokenizer.chat_template so that later messages do not change how a turn is rendered."
         )
 
     def encode(self, messages: Sequence[dict[str, Any]]) -> list[int]:

@@ -45,22 +45,20 @@ Complete = Callable[[Prompts, Sampling], Generations]
 # order of the rows. May split the rows into ranges, and try again with smaller ones.
 OomRetry = Callable[[int, Callable[[range], Generations]], list[Generations]]
 
-UNSUPPORTED_FILTER = (
-    "tokens are drawn by the library itself, which has top_p, top_k and min_p alone"
-)
+UNSUPPORTED_FILTER = "the trainer samples tokens itself and supports only top_p, top_k and min_p"
 REFUSED_KWARGS = {
     "typical_p": UNSUPPORTED_FILTER,
     "top_h": UNSUPPORTED_FILTER,
     "epsilon_cutoff": UNSUPPORTED_FILTER,
     "eta_cutoff": UNSUPPORTED_FILTER,
-    "num_return_sequences": "num_generations says how many completions a prompt has",
-    "return_dict_in_generate": "completions are read as token ids",
+    "num_return_sequences": "set num_generations instead",
+    "return_dict_in_generate": "completions must be token ids",
 }
 NO_TOKEN = -1
 MAX_CHECKED_TOKENS = 256  # of the prompt that `_check_padding` completes
 # Rows that a model class can complete in one padded batch; words for a warning.
 ANY_ROWS = "any rows"
-EQUAL_LENGTHS = "prompts of one length"
+EQUAL_LENGTHS = "prompts of equal length"
 ONE_ROW = "one row"
 
 
@@ -224,7 +222,7 @@ class TransformersBackend(GenerationBackend):
             self._padded_rows[model_class] = supported_rows
             if supported_rows != ANY_ROWS:
                 logger.warning(
-                    f"{model_class.__name__} does not write in a batch what it writes for a prompt "
+                    f"{model_class.__name__} completes a prompt differently in a padded batch than "
                     f"alone, so it completes {supported_rows} at a time."
                 )
         return self._padded_rows[model_class]

@@ -31,7 +31,7 @@ class NonFiniteLogitsError(RuntimeError):
             row_list += ", ..."
         super().__init__(
             f"Generation: the model's logits of row {row_list} are NaN or infinite, so no token "
-            "can be drawn. Check the weights, and the precision of the computation."
+            "can be sampled. Check the weights and the precision of the computation."
         )
 
 

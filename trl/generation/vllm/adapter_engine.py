@@ -76,7 +76,7 @@ def why_not_plain_lora(model: nn.Module) -> str | None:
 
 @torch.no_grad()
 def lora_factors(model: nn.Module) -> Iterator[LoraFactors]:
-    """Yield the factors of each layer, gathered from shards if necessary. A collective."""
+    """Yield the factors of each layer, gathered from shards. All ranks iterate together."""
     gather = gather_of(model)
     for name, layer in adapted_layers(causal_model(model)):
         adapter = layer.active_adapters[0]
@@ -221,7 +221,7 @@ class AdapterBackend(VLLMColocateBackend):
             self._base_version = None
             with self._adapter_engine.without_wrappers():
                 problem = super()._send(weights)
-        # A collective, so even a rank with a problem reads all factors.
+        # Gathers shards, so even a rank with a problem must read all factors.
         all_factors = list(lora_factors(self.policy.model))
         if problem is None:
             self._adapter_engine.load_adapter(all_factors)
@@ -255,4 +255,4 @@ def adapter_mismatch(
     layers = wrong[0]
     if len(wrong) > 1:
         layers += f" and {len(wrong) - 1} more layers"
-    return f"the adapter in {layers} was not what was sent"
+    return f"the adapter in {layers} differs from what was sent"

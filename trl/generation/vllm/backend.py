@@ -40,7 +40,7 @@ class VLLMBackend(GenerationBackend):
     policy: PolicyHandle
     context_length: int  # maximum tokens of prompt plus completion
     _: KW_ONLY
-    # Yields name and full tensor of each weight to send. A collective.
+    # Yields name and full tensor of each weight to send. All ranks must iterate over all of it.
     weights: Callable[[nn.Module], Iterator[tuple[str, Tensor]]] = full_weights
     temperature: float = 1.0  # of `policy.logps`
     num_engines: int = 1
@@ -67,9 +67,9 @@ class VLLMBackend(GenerationBackend):
                 if len(ids) >= self.context_length:
                     raise ValueError(
                         f"The prompt of row {row} ({prompts.messages[row]!r:.80}) has {len(ids)} "
-                        f"tokens, but the engine sees only {self.context_length} with the "
-                        "completion: raise vllm_max_model_length (of a server: --max_model_len) or "
-                        "shorten it."
+                        f"tokens, but the vLLM engine's context is {self.context_length} tokens "
+                        "for prompt and completion: raise vllm_max_model_length (of a server: "
+                        "--max_model_len) or shorten the prompt."
                     )
         seeds = sampling.with_seeds(len(prompts)).seeds or ()
         with self.awake():
@@ -188,13 +188,13 @@ class VLLMBackend(GenerationBackend):
         self._raise_on_all_ranks(problem)
 
     def _raise_on_all_ranks(self, problem: str | None) -> None:
-        """Raise `WeightSyncError` on all ranks if there is a problem on one. A collective."""
+        """Raise an error on all ranks if one has a problem. All ranks call it together."""
         failure = None
         if problem is not None:
             self._synced = None
             failure = WeightSyncError(
                 f"Step {self._step}, rank {self._ranks.rank}: the vLLM engine does not hold the "
-                f"weights of the policy: {problem}. Completions would be those of another policy."
+                f"weights of the policy: {problem}. Completions would come from another policy."
             )
         self._ranks.raise_everywhere(failure, "sending weights to vLLM")
 

@@ -90,7 +90,7 @@ class VLLMEngine:
     def reset_prefix_cache(self) -> None:
         """Drop cached prompts, which were computed with earlier weights."""
         if not self._llm.reset_prefix_cache():
-            raise RuntimeError("vLLM kept its prefix cache: requests are still running.")
+            raise RuntimeError("vLLM could not reset its prefix cache: requests are still running.")
 
     def generate(self, requests: Sequence[CompletionRequest], sampling: Sampling) -> list[Any]:
         """Complete all requests; return vLLM's `RequestOutput`s in their order."""

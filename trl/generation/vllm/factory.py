@@ -83,14 +83,15 @@ def check_engine_context(
     prompt_length, row = longest
     if context <= max_completion:
         raise ValueError(
-            f"The vLLM engine sees {context} tokens, but max_completion_length={max_completion} "
-            f"leaves no room for a prompt: set vllm_max_model_length to {max_completion} plus the "
-            f"longest prompt, or max_completion_length below {context}."
+            f"The vLLM engine has a context of {context} tokens, but "
+            f"max_completion_length={max_completion} leaves no room for a prompt: set "
+            f"vllm_max_model_length to {max_completion} plus the longest prompt, or "
+            f"max_completion_length below {context}."
         )
     message = (
         f"The prompt of row {row} of train_dataset has {prompt_length} tokens. With "
-        f"max_completion_length={max_completion}, that exceeds the {context} that the vLLM engine "
-        "sees"
+        f"max_completion_length={max_completion}, that exceeds the vLLM engine's context of "
+        f"{context} tokens"
     )
     if prompt_length >= context:
         raise ValueError(
@@ -98,7 +99,7 @@ def check_engine_context(
             "server: --max_model_len) or leave out such prompts."
         )
     if prompt_length + max_completion > context:
-        logger.warning(f"{message}: its completions are cut short.")
+        logger.warning(f"{message}: its completions will be truncated.")
 
 
 def server_urls(args: "OnlineConfig") -> list[str]:
@@ -189,8 +190,7 @@ def engine_arguments(
     context = args.vllm_max_model_length or context_length(causal_model(policy.model))
     if context is None:
         raise ValueError(
-            "The model's configuration does not say how many tokens it sees: set "
-            "vllm_max_model_length."
+            "The model's configuration has no context length: set vllm_max_model_length."
         )
     max_rows = max_concurrent_rows(args)
     arguments = {
@@ -219,7 +219,10 @@ def engine_arguments(
 
 
 def _least_free_memory(policy: PolicyHandle) -> DeviceMemory:
-    """Return the smallest memory of all ranks: their engines must have one size. A collective."""
+    """Return the least memory of any rank, as all engines have the same size.
+
+    All ranks must call it together.
+    """
     own = DeviceMemory.of(policy.device)
     return DeviceMemory(
         free=-policy.ranks.max(-own.free),

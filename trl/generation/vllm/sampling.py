@@ -17,8 +17,8 @@ from ..base import (
 ALIASES = {"max_new_tokens": "max_tokens", "stop_strings": "stop"}
 SET_BY_TRAINER = "the trainer sets it"
 REFUSED_KWARGS = {
-    "n": "num_generations says how many completions a prompt has",
-    "seed": "each completion has a seed of its own, which follows from that of the run",
+    "n": "set num_generations instead",
+    "seed": "the seed of each completion is derived from the seed of the run",
     "logprobs": SET_BY_TRAINER,
     "prompt_logprobs": SET_BY_TRAINER,
     "output_kind": SET_BY_TRAINER,
@@ -164,7 +164,8 @@ def _make_generations(
     for row in rows:
         if row.finish_reason not in ("stop", "length"):
             raise RuntimeError(
-                f"vLLM ended a completion with {row.finish_reason!r} instead of stop or length."
+                f"vLLM ended a completion with finish_reason={row.finish_reason!r} instead of "
+                "'stop' or 'length'."
             )
     return Generations(
         completion_ids=[row.token_ids for row in rows],

@@ -25,21 +25,22 @@ class WeightSyncError(RuntimeError):
 
 
 def fingerprint(values: Tensor) -> Tensor:
-    """Return an integer () that differs for tensors of one dtype and size that differ in any bit.
+    """Return a checksum () of a tensor's bytes, which changes with any bit and with their order.
 
     It is the sum of all words of 8 bytes, each multiplied by an odd number that depends on its
-    index, modulo 2**64. Integer sums are exact on any device and with any number of threads.
+    index, modulo 2**64. Integer sums are exact, so the device and the number of threads do not
+    matter.
     """
     # Only the few bytes of an incomplete last word, or a tensor that is not aligned, are copied.
     flat = values.detach().reshape(-1).contiguous().view(torch.uint8)
     whole = len(flat) // 8 * 8
-    words = flat[:whole]
-    if words.storage_offset() % 8:
-        words = words.clone()
+    full_words = flat[:whole]
+    if full_words.storage_offset() % 8:
+        full_words = full_words.clone()
     last_word = torch.nn.functional.pad(flat[whole:], (0, 8 - len(flat) + whole))
     total = last_word.clone().view(torch.int64)[0]
     factors = _factors(flat.device)
-    for chunk in words.view(torch.int64).split(CHUNK_WORDS):
+    for chunk in full_words.view(torch.int64).split(CHUNK_WORDS):
         total = total * ODD + (chunk * factors[: len(chunk)]).sum()
     return total
 
@@ -151,7 +152,8 @@ class WeightVerifier:
             return None
         return (
             f"vLLM converts {len(self.unverified)} weights while loading, such as "
-            f"{self.unverified[0]}; only log-probabilities prove that they arrived."
+            f"{self.unverified[0]}; only the comparison of log-probabilities can show that they "
+            "arrived."
         )
 
     def _parameters(self) -> dict[int, tuple[str, Tensor]]:
@@ -176,7 +178,8 @@ class WeightVerifier:
         """Return an error text if a weight was not sent or a parameter not completely written."""
         skipped = [name for name in self._copies if name not in loaded]
         if skipped:
-            return f"{_enumerate(skipped)} not sent, unlike at earlier syncs"
+            verb = "was" if len(skipped) == 1 else "were"
+            return f"{_enumerate(skipped)} {verb} not sent, unlike at earlier syncs"
         for address, (name, parameter) in self._parameters().items():
             parts = self._written.get(address, ())
             num_written = sum(math.prod(shape) for _, shape, _ in parts)
@@ -199,14 +202,17 @@ class WeightVerifier:
         if not are_equal:
             return None
         flags = torch.stack(are_equal).tolist()  # waits for the device once
-        wrong = [name for name, is_equal in zip(names, flags, strict=True) if not is_equal]
-        return f"{_enumerate(wrong)} not what was sent" if wrong else None
+        pairs = zip(names, flags, strict=True)
+        wrong = list(dict.fromkeys(name for name, is_equal in pairs if not is_equal))
+        if not wrong:
+            return None
+        verb = "differs" if len(wrong) == 1 else "differ"
+        return f"{_enumerate(wrong)} {verb} from what was sent"
 
 
 def _enumerate(names: list[str]) -> str:
-    """Return up to three names and a verb, such as "a, b, c and 2 more were"."""
-    unique = list(dict.fromkeys(names))
-    text = ", ".join(unique[:3])
-    if len(unique) > 3:
-        text += f" and {len(unique) - 3} more"
-    return f"{text} was" if len(unique) == 1 else f"{text} were"
+    """Return the first three names and the number of others, such as "a, b, c and 2 more"."""
+    text = ", ".join(names[:3])
+    if len(names) > 3:
+        text += f" and {len(names) - 3} more"
+    return text

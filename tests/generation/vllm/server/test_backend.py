@@ -61,7 +61,7 @@ def test_a_server_that_does_not_fit_is_named():
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        ((500, {"error": {"message": "no attribute"}}), "cannot take a trainer.*no attribute"),
+        ((500, {"error": {"message": "no attribute"}}), "cannot receive a trainer.*no attribute"),
         ((200, {"results": [{"protocol": 0, "new": 1}]}), "another version of trl"),
         ((403, "who are you?"), "status 403: who are you"),
     ],
@@ -106,9 +106,9 @@ def test_what_a_worker_finds_wrong_is_told_and_the_servers_are_not_left():
         found = ServerPool([Server(stub.url, 5.0)])
         found.join(CPU)
         own = stub.routes["/collective_rpc"]
-        stub.routes["/collective_rpc"] = workers(trl_prove=["a was not what was sent", None])
+        stub.routes["/collective_rpc"] = workers(trl_prove=["a differs from what was sent", None])
         weights = [("a", torch.zeros(1))]
-        assert found.send(iter(weights), 0) == "a was not what was sent"
+        assert found.send(iter(weights), 0) == "a differs from what was sent"
         stub.routes |= {"/collective_rpc": own, "/reset_prefix_cache": [(200, "")]}
         assert found.send(iter(weights), 0) is None
 
@@ -206,7 +206,7 @@ def test_all_weights_are_walked_through_though_none_can_be_sent(backend):
             walked.append(name)
             yield name, torch.zeros(1)
 
-    with pytest.raises(ServerError, match="the servers were left after a failure"):
+    with pytest.raises(ServerError, match="the servers were disconnected after a failure"):
         backend(weights).generate(PROMPTS, ONE, 1)
     assert walked == ["a", "b", "c"]
 

@@ -119,7 +119,7 @@ def test_a_cache_that_requests_hold_is_dropped_later():
     with stub_server({"/reset_prefix_cache": [kept, kept, dropped]}) as stub:
         VLLMClient(stub.url, 5.0).reset_prefix_cache()
         assert len(stub.seen) == 3
-    gives_up = pytest.raises(ServerError, match="kept its prefix cache for 0.1 s")
+    gives_up = pytest.raises(ServerError, match="could not reset its prefix cache within 0.1 s")
     with stub_server({"/reset_prefix_cache": [kept]}) as stub, gives_up:
         VLLMClient(stub.url, 0.1).reset_prefix_cache()
     with stub_server({"/reset_prefix_cache": [(200, "")]}) as stub:
@@ -193,7 +193,10 @@ def test_a_server_that_fits(changes):
         ({"shape": {"model_type": "llama"}}, "hidden_size=None and the policy 64"),
         ({"dtype": "bfloat16"}, "in bfloat16 and the policy in float32: .* --dtype float32"),
         ({"logprobs_mode": "raw_logprobs"}, "raw_logprobs: .* --logprobs-mode processed_logprobs"),
-        ({"context": 8}, "sees 8 tokens, but max_completion_length=8 .*larger --max_model_len"),
+        (
+            {"context": 8},
+            "context of 8 tokens, but max_completion_length=8 .*larger --max_model_len",
+        ),
         ({"gpu": "GPU-1"}, "on the GPU that trains"),
     ],
 )

@@ -138,7 +138,7 @@ def test_others_are_refused_before_the_server_sees_them(guard, claim):
 def test_a_byte_that_changed_on_the_way_is_no_wrong_secret(guard):
     engine, claim = Engine(), claim_of(guard, "POST", WEIGHTS_ROUTE, b"weights")
     status, headers, text = run(guard, "POST", WEIGHTS_ROUTE, claim, (b"weighty",), app=engine)
-    assert status == 400 and b"altered or damaged on its way" in text and not engine.calls
+    assert status == 400 and b"altered or damaged in transit" in text and not engine.calls
     assert headers[RESPONSE_HEADER.lower()] == claim.sign_response(400, text)
 
 

@@ -58,7 +58,7 @@ def test_a_change_on_the_way_is_seen_whatever_the_number_of_threads(receiver):
         receiver.receive(*unpack_message(bytes(message)))
     finally:
         torch.set_num_threads(threads)
-    assert receiver.verify(1)[0] == "other or one of 1 more did not arrive as it was sent"
+    assert receiver.verify(1)[0] == "other or one of 1 more in its batch was damaged in transfer"
     assert receiver.held_sync is None
     assert sync(receiver, 2, {"weight": torch.ones(3, 2)}) is None
 

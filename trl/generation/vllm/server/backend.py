@@ -54,7 +54,7 @@ class Server(VLLMClient):
             if error.status != 500:
                 raise
             raise ServerError(
-                f"The vLLM server {self.url} cannot take a trainer's weights. {START_HINT} It "
+                f"The vLLM server {self.url} cannot receive a trainer's weights. {START_HINT} It "
                 f"said: {error}"
             ) from error
 
@@ -123,7 +123,7 @@ class ServerPool:
         """
         error_prefix = f"While sending the weights of step {step}, "
         if not self._has_joined:
-            raise ServerError(f"{error_prefix}the servers were left after a failure")
+            raise ServerError(f"{error_prefix}the servers were disconnected after a failure")
         self._num_syncs += 1
         calls: list[Future[Any]] = []
         num_sent = 0
@@ -244,7 +244,7 @@ class VLLMServerBackend(VLLMBackend):
         self._pool = pool
 
     def _send(self, weights: Iterator[tuple[str, Tensor]]) -> str | None:
-        """Send all weights. A collective: every rank reads all weights, even after a failure."""
+        """Send all weights. Every rank reads all of them, even after a failure."""
         problem = None
         failure = None
         remaining = iter(weights)

@@ -98,8 +98,9 @@ def incompatibilities(server: ServerFacts, required: ServerFacts) -> list[str]:
         )
     if server.context < required.context:
         problems.append(
-            f"It sees {server.context} tokens, but max_completion_length={required.context - 1} "
-            "leaves no room for a prompt: start it with a larger --max_model_len."
+            f"It has a context of {server.context} tokens, but "
+            f"max_completion_length={required.context - 1} leaves no room for a prompt: start it "
+            "with a larger --max_model_len."
         )
     if server.gpu is not None and server.gpu == required.gpu:
         problems.append(
@@ -205,8 +206,8 @@ class VLLMClient:
             if (self.request("POST", "/reset_prefix_cache") or {}).get("success", True):
                 return
         raise ServerError(
-            f"The vLLM server {self.url} kept its prefix cache for {self.seconds:g} s: "
-            "other clients' requests are running. A server serves one trainer."
+            f"The vLLM server {self.url} could not reset its prefix cache within "
+            f"{self.seconds:g} s: other clients' requests are running. A server serves one trainer."
         )
 
     def call_workers(self, method: str, *args: object, seconds: float | None = None) -> list[Any]:

@@ -34,7 +34,7 @@ ROUTES = {
     ("POST", WEIGHTS_ROUTE),
 }
 WORKER_METHOD_PREFIX = "trl_"  # of the methods that /collective_rpc may call
-DAMAGED = "the request was altered or damaged on its way: its bytes are not those that were sent"
+DAMAGED = "the request was altered or damaged in transit: its body is not the one that was signed"
 
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]

@@ -49,8 +49,8 @@ class WeightReceiver:
         if fingerprint(flat).item() != head["fingerprint"] and self._problem is None:
             names = batch.first_name
             if len(batch.headers) > 1:
-                names += f" or one of {len(batch.headers) - 1} more"
-            self._problem = f"{names} did not arrive as it was sent"
+                names += f" or one of {len(batch.headers) - 1} more in its batch"
+            self._problem = f"{names} was damaged in transfer"
         if self._problem is not None:
             return
         for name, weight in batch.weights():
