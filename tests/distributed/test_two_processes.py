@@ -13,7 +13,8 @@ from one_step import CELLS, run
 
 SCRIPT = Path(__file__).with_name("one_step.py")
 # Seconds, and what depends on when a run was started.
-UNLIKE = ("step_time", "runtime", "per_second", "epoch")
+# Ranks that have parts of one group each compute its prompt, so they count more operations.
+UNLIKE = ("step_time", "runtime", "per_second", "epoch", "total_flos")
 SAVINGS = ["training", "shared_prefix", "logits_chunk_size", "skip_zero_advantages"]
 
 

@@ -397,17 +397,28 @@ def test_chart_of_any_number_of_phases(tmp_path, count):
     assert draw(timeline.path, tmp_path / "memory.png") is True
 
 
+class Without:
+    """A finder of modules that does not find matplotlib."""
+
+    def __init__(self, finder):
+        self._finder = finder
+
+    def find_spec(self, name, *others):
+        if name.partition(".")[0] == "matplotlib":
+            return None
+        return self._finder.find_spec(name, *others)
+
+    def __getattr__(self, name):
+        return getattr(self._finder, name)
+
+
 @pytest.fixture
 def no_matplotlib(monkeypatch):
-    class Absent:
-        @staticmethod
-        def find_spec(name, *ignored):
-            if name.partition(".")[0] == "matplotlib":
-                raise ModuleNotFoundError(f"No module named {name!r}", name="matplotlib")
-
+    """As where it is not installed: nothing finds it."""
+    finders = [Without(finder) for finder in sys.meta_path]
     for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(sys, "meta_path", [Absent, *sys.meta_path])
+    monkeypatch.setattr(sys, "meta_path", finders)
 
 
 def test_runs_without_matplotlib_do_not_speak_of_it(tmp_path, no_matplotlib, log):

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from tiny import tiny_model
 from torch import nn
 from transformers import AttentionInterface
@@ -93,6 +94,7 @@ def test_options_of_recomputing_are_read_and_added():
 
 
 def test_the_forward_below_the_autocast_of_accelerate():
+    AcceleratorState._reset_state(reset_partial_state=True)  # its precision is that of the process
     model = tiny_model()
     assert forward_below_autocast(model) is None
     prepared = Accelerator(cpu=True, mixed_precision="bf16").prepare_model(model)
@@ -104,6 +106,7 @@ def test_the_forward_below_the_autocast_of_accelerate():
     model(IDS)
     forward_below_autocast(model)(IDS)
     assert hidden == [torch.bfloat16, torch.float32]
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def test_a_model_that_is_prepared_apart_is_not_saved_with_others(tmp_path):

@@ -166,7 +166,7 @@ def screen_of(output):
 
 @contextlib.contextmanager
 def pseudo_terminal(monkeypatch):
-    """A terminal of 100 columns in place of standard output; gives what was written to it."""
+    """A terminal of 120 columns in place of standard output; gives what was written to it."""
     master, slave = pty.openpty()
     written = []
 
@@ -178,7 +178,7 @@ def pseudo_terminal(monkeypatch):
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
     with monkeypatch.context() as change, os.fdopen(slave, "w", encoding="utf-8") as file:
-        change.setenv("COLUMNS", "100")
+        change.setenv("COLUMNS", "120")
         change.setenv("TERM", "xterm")
         change.setattr("sys.stdout", file)
         yield written

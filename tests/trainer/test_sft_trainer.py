@@ -6,7 +6,6 @@ import itertools
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
-from peft import PromptTuningConfig, get_peft_model
 from sft_runs import (
     EOS,
     PAIRS,
@@ -472,8 +471,9 @@ def trained(tmp_path_factory):
 @pytest.mark.parametrize("split", ["one micro-batch", "padded rows", "single rows"])
 def test_virtual_tokens_do_not_count(tmp_path, trained, split):
     """Prompt tuning puts tokens before each row, which are neither targets nor predictions."""
-    tuning = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    model = get_peft_model(copy.deepcopy(trained), tuning)
+    peft = pytest.importorskip("peft")
+    tuning = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model = peft.get_peft_model(copy.deepcopy(trained), tuning)
     reference = by_hand_with_virtual_tokens(model)
     assert 0.1 < reference[2] < 1
     trainer = make_trainer(tmp_path, model=model, eval_dataset=pairs(), **SPLITS[split])

@@ -170,7 +170,9 @@ class _ModuleNames(dict[str, Any]):
                     fields.append((name, annotation, self._evaluate(statement.value)))
         namespace: dict[str, Any] = {"__module__": self.module, "__doc__": ast.get_docstring(node)}
         if "legacy_options" in constants:
-            namespace["legacy_options"] = self._evaluate(constants["legacy_options"])
+            legacy_options = self._evaluate(constants["legacy_options"])
+            if isinstance(legacy_options, dict):  # not where a package that they need is too old
+                namespace["legacy_options"] = legacy_options
         bases = [self._evaluate(base) for base in node.bases]
         return dataclasses.make_dataclass(
             node.name,

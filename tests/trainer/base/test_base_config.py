@@ -58,12 +58,26 @@ def test_checkpointing_is_what_the_loop_reads(checkpointing):
     assert found == {checkpointing}
 
 
-@pytest.mark.parametrize("name", ["model_init_kwargs", "lr_scheduler_kwargs"])
-def test_mappings_may_be_json(name):
-    given = '{"a": 1, "b": {"c": null, "d": [true, "x"]}}'
-    expected = {"a": 1, "b": {"c": None, "d": [True, "x"]}}
-    assert getattr(make(**{name: given}), name) == expected
-    assert getattr(make(**{name: expected}), name) == expected
+@pytest.mark.parametrize(
+    ("name", "text", "value", "others"),
+    [
+        (
+            "model_init_kwargs",
+            '{"a": 1, "b": {"c": null, "d": [true, "x"]}}',
+            {"a": 1, "b": {"c": None, "d": [True, "x"]}},
+            {},
+        ),
+        (
+            "lr_scheduler_kwargs",
+            '{"num_cycles": 0.25}',
+            {"num_cycles": 0.25},
+            {"lr_scheduler_type": "cosine"},
+        ),
+    ],
+)
+def test_mappings_may_be_json(name, text, value, others):
+    assert getattr(make(**{name: text}, **others), name) == value
+    assert getattr(make(**{name: value}, **others), name) == value
 
 
 def test_every_new_option_has_help():

@@ -426,7 +426,7 @@ def test_the_first_row_is_tried_before_training(tmp_path):
     messages = [[{"role": "user", "content": p}] for p in PROMPTS]
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = None
-    with pytest.raises(ValueError, match="chat_template is not set"):
+    with pytest.raises(ValueError, match="The tokenizer has no chat template"):
         RLOOTrainer(tiny_model(), token_sum, config(tmp_path), dataset(messages), None, tokenizer)
 
     def needs(completions, answer, **kwargs):
@@ -434,7 +434,7 @@ def test_the_first_row_is_tried_before_training(tmp_path):
 
     data = dataset(answer=["1"] * len(PROMPTS))
     make_trainer(tmp_path, reward=needs, data=data)
-    with pytest.raises(ValueError, match="missing 1 required .* 'answer'.* a trial on the first"):
+    with pytest.raises(ValueError, match="needs the column 'answer', .* a trial on the first"):
         make_trainer(tmp_path, reward=needs, data=data, remove_unused_columns=True)
 
 

@@ -7,13 +7,19 @@ from typing import Any, ClassVar
 
 from transformers.utils import logging
 
-from ...suggestions import did_you_mean
-
 logger = logging.get_logger(__name__)
 
 # Names of what is logged, without the prefix eval_.
 EVERY_EVALUATION = frozenset(
-    {"aux_loss", "loss", "num_tokens", "runtime", "samples_per_second", "steps_per_second"}
+    {
+        "aux_loss",
+        "loss",
+        "model_preparation_time",  # before training alone
+        "num_tokens",
+        "runtime",
+        "samples_per_second",
+        "steps_per_second",
+    }
 )
 TOKENS = frozenset({"entropy", "mean_token_accuracy"})
 SIDES = frozenset(
@@ -132,7 +138,11 @@ class BestMetricCheck:
         full_name = wanted if wanted.startswith("eval_") else f"eval_{wanted}"
         if any(fnmatchcase(full_name, name) for name in names):
             return
-        hint = did_you_mean(full_name, names, f" Evaluations log {', '.join(names)}.")
+        # Without the prefix, which all of them share.
+        bare_names = [name.removeprefix("eval_") for name in names]
+        hint = f" Evaluations log {', '.join(names)}."
+        if closest := get_close_matches(full_name.removeprefix("eval_"), bare_names, n=1):
+            hint = f" Did you mean eval_{closest[0]}?"
         message = f"metric_for_best_model={wanted!r} is not logged by evaluations.{hint}"
         is_typo = get_close_matches(full_name, names, cutoff=TYPO)
         if is_typo or not self.may_log_own_metrics():
