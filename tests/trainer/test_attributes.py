@@ -9,7 +9,7 @@ from online_runs import make_trainer, token_sum
 from tiny import tiny_model
 
 import trl
-from trl.trainer.attributes import OPTIONS, OTHERS
+from trl.trainer import attributes
 
 # What each trainer has besides what all of them have: options of its own, and what they became.
 SAMPLED = {
@@ -42,6 +42,13 @@ NAMES = {
     "OnlineDPO": SAMPLED | {"loss_type"},
     "PPO": SAMPLED,
 }
+ALL_NAMES = {
+    *attributes.ONLINE_OPTIONS,
+    *attributes.ONLINE_PROPERTIES,
+    *attributes.OFFLINE_OPTIONS,
+    *attributes.PREFERENCE_OPTIONS,
+    *attributes.PREFERENCE_PROPERTIES,
+}
 OFFLINE = {"SFT": sft_runs, "DPO": dpo_runs, "KTO": kto_runs, "Reward": reward_runs}
 
 
@@ -56,12 +63,28 @@ def make(name, folder, **changes):
 @pytest.mark.parametrize("name", NAMES)
 def test_every_name_can_be_read_and_none_set(tmp_path, name):
     trainer = make(name, tmp_path)
-    found = {known for known in (*OPTIONS, *OTHERS) if hasattr(trainer, known)}
-    assert found >= NAMES[name] | OF_ALL
-    assert all(hasattr(trainer.args, known) or known in OTHERS for known in found)
-    for known in (*OPTIONS, *OTHERS):
+    readable = {attribute for attribute in ALL_NAMES if hasattr(trainer, attribute)}
+    expected = NAMES[name] | OF_ALL
+    assert readable >= expected
+    computed = attributes.ONLINE_PROPERTIES.keys() | attributes.PREFERENCE_PROPERTIES.keys()
+    assert all(hasattr(trainer.args, attribute) for attribute in readable - computed)
+    for attribute in expected:
         with pytest.raises(AttributeError):
-            setattr(trainer, known, None)
+            setattr(trainer, attribute, None)
+
+
+@pytest.mark.parametrize("name", ["SFT", "Reward"])
+def test_trainers_have_no_properties_of_other_kinds_of_trainers(name):
+    trainer_class = getattr(trl, f"{name}Trainer")
+    of_preferences = {*attributes.PREFERENCE_OPTIONS, *attributes.PREFERENCE_PROPERTIES}
+    online = {*attributes.ONLINE_OPTIONS, *attributes.ONLINE_PROPERTIES}
+    own = {*attributes.OFFLINE_OPTIONS, *attributes.COMMON_PROPERTIES}
+    assert not [
+        attribute
+        for attribute in (of_preferences | online) - own
+        if hasattr(trainer_class, attribute)
+    ]
+    assert not hasattr(trl.DPOTrainer, "rollout_func") and hasattr(trl.DPOTrainer, "beta")
 
 
 def test_what_trainers_of_preferences_say(tmp_path):

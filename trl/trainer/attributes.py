@@ -1,120 +1,175 @@
-"""Names under which scripts and callbacks of Hugging Face TRL know trainers and their options."""
+"""Read-only properties that scripts and callbacks for Hugging Face TRL read from trainers.
 
-from collections.abc import Callable
-from operator import attrgetter
+There, trainers copy options such as `beta` to attributes of the same name. Here these attributes
+are properties, so an option has one value, that of `trainer.args`.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
-from .base.options import EARLIER_ARGUMENTS, RemovedOption, ignored, refused
+from torch import nn
+from transformers import GenerationConfig
 
-Trainer = TypeVar("Trainer", bound=type)
+from ..models.reference import FrozenCopy
+from ..online.reward_sources import FunctionReward
 
-# Options with these names, where the configuration has them.
-OPTIONS = (
-    *("beta", "num_generations", "num_iterations", "max_completion_length", "shuffle_dataset"),
-    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "pad_to_multiple_of"),
-    *("use_vllm", "vllm_mode", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size"),
-    *("use_transformers_continuous_batching", "max_tool_calling_iterations"),
-    *("mask_truncated_completions", "log_completions", "log_multimodal", "log_unique_prompts"),
-    *("num_completions_to_print", "normalize_advantages", "reward_clip_range", "loss_type"),
-    *("scale_rewards", "importance_sampling_level", "multi_objective_aggregation"),
-    *("off_policy_mask_threshold", "top_entropy_quantile", "use_adaptive_entropy"),
-    *("vllm_importance_sampling_correction", "vllm_importance_sampling_mode"),
-    *("vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max"),
-    *("padding_free", "completion_only_loss", "f_divergence_type", "f_alpha_divergence_coef"),
-    *("label_smoothing", "ld_alpha", "use_weighting", "desirable_weight", "undesirable_weight"),
+TrainerClass = TypeVar("TrainerClass", bound=type)
+
+# Options that trainers have as properties; an option that `args` lacks is an AttributeError.
+ONLINE_OPTIONS = (
+    "beta",
+    "importance_sampling_level",
+    "log_completions",
+    "log_multimodal",
+    "log_unique_prompts",
+    "loss_type",
+    "mask_truncated_completions",
+    "max_completion_length",
+    "max_tool_calling_iterations",
+    "min_p",
+    "multi_objective_aggregation",
+    "normalize_advantages",
+    "num_completions_to_print",
+    "num_generations",
+    "num_iterations",
+    "off_policy_mask_threshold",
+    "pad_to_multiple_of",
+    "repetition_penalty",
+    "reward_clip_range",
+    "scale_rewards",
+    "shuffle_dataset",
+    "temperature",
+    "top_entropy_quantile",
+    "top_k",
+    "top_p",
+    "use_adaptive_entropy",
+    "use_transformers_continuous_batching",
+    "use_vllm",
+    "vllm_gpu_memory_utilization",
+    "vllm_importance_sampling_clip_max",
+    "vllm_importance_sampling_clip_min",
+    "vllm_importance_sampling_correction",
+    "vllm_importance_sampling_mode",
+    "vllm_mode",
+    "vllm_tensor_parallel_size",
 )
-OTHERS: dict[str, Callable[[Any], Any]] = {
-    "num_generations_eval": lambda found: found.args.group_size_in("eval"),
-    "epsilon_low": lambda found: found.args.clip_range[0],
-    "epsilon_high": lambda found: found.args.clip_range[1],
-    "entropy_coef": attrgetter("entropy.coefficient"),
-    "generation_kwargs": lambda found: found.args.generation_kwargs or {},
-    "chat_template_kwargs": lambda found: found.args.chat_template_kwargs or {},
-    "eos_token_ids": lambda found: list(found.sampling.stop_ids),
-    "generation_config": lambda found: _generation_config(found.args.use_vllm, found.sampling),
-    "router_aux_loss_coef": attrgetter("router_coefficient"),
-    "aux_loss_enabled": lambda found: found.router_coefficient != 0.0,
-    "ref_model": lambda found: (  # None if it is the policy's, with another adapter or none
-        None if hasattr(found.reference, "adapter") else getattr(found.reference, "model", None)
-    ),
-    "reward_funcs": lambda found: [
-        getattr(source, "function", None) or source.model for source in found.rewards.sources
-    ],
-    "reward_func_names": lambda found: [source.name for source in found.rewards.sources],
-    "reward_weights": attrgetter("rewards.weights"),
-    "reward_processing_classes": lambda found: [
-        getattr(source, "tokenizer", None) for source in found.rewards.sources
-    ],
-    "tools": lambda found: list(found.agents.tools.by_name.values()) if found.agents.tools else [],
-    "rollout_func": attrgetter("agents.rollout_func"),
-    "continuous_batching_config": attrgetter("args.transformers_continuous_batching_config"),
-    "loss_types": lambda found: list(found.args.losses),
-    "loss_weights": lambda found: list(found.args.losses.values()),
-    "precompute_ref_logps": attrgetter("args.precompute_ref_log_probs"),
-    "calculate_KL": attrgetter("args.estimates_kl"),
-}
+OFFLINE_OPTIONS = (
+    "completion_only_loss",
+    "loss_type",
+    "pad_to_multiple_of",
+    "padding_free",
+    "shuffle_dataset",
+)
+PREFERENCE_OPTIONS = (
+    "beta",
+    "desirable_weight",
+    "f_alpha_divergence_coef",
+    "f_divergence_type",
+    "label_smoothing",
+    "ld_alpha",
+    "max_completion_length",
+    "undesirable_weight",
+    "use_weighting",
+)
 
 
-def readable(kind: Trainer) -> Trainer:
-    """Give a class of trainers read-only properties with these names."""
-    for name in OPTIONS:
-        setattr(kind, name, property(attrgetter(f"args.{name}")))
-    for name, read in OTHERS.items():
-        setattr(kind, name, property(read))
-    return kind
+def reference_model(trainer: Any) -> nn.Module | None:
+    """Return the separate reference model; None if the policy's base weights are the reference."""
+    reference = trainer.reference
+    return reference.model if isinstance(reference, FrozenCopy) else None
 
 
-def _generation_config(use_vllm: bool, sampling: Any) -> Any:
-    if use_vllm:
+def generation_config(trainer: Any) -> GenerationConfig | None:
+    """Return how completions are drawn, for `model.generate`; None if vLLM generates them."""
+    if trainer.args.use_vllm:
         return None
-    from transformers import GenerationConfig  # the command line reads the tables without it
-
-    same = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    sampling = trainer.sampling
     return GenerationConfig(
         max_new_tokens=sampling.max_tokens,
         do_sample=bool(sampling.extra.get("do_sample", True)),
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
         eos_token_id=list(sampling.stop_ids),
-        **{name: getattr(sampling, name) for name in same},
     )
 
 
-# Options and arguments of earlier releases, of trainers that generate.
-COMMON_OPTIONS: dict[str, str | RemovedOption] = {
-    **EARLIER_ARGUMENTS,
-    "vllm_sleep_enabled": "vllm_enable_sleep_mode",
-    "vllm_guided_decoding_regex": "vllm_structured_outputs_regex",
-    "wandb_log_unique_prompts": "log_unique_prompts",
-    "use_transformers_paged": "use_transformers_continuous_batching",
-    "vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max",
-    **ignored("logits never exist at once, see logits_chunk_size", "use_liger_loss"),
+def reward_functions(trainer: Any) -> list[Callable[..., Any] | nn.Module]:
+    """Return the functions and models that give the rewards."""
+    return [
+        source.function if isinstance(source, FunctionReward) else source.model
+        for source in trainer.rewards.sources
+    ]
+
+
+def reward_tokenizers(trainer: Any) -> list[Any]:
+    """Return the tokenizer of each reward model, and None for each reward function."""
+    return [
+        None if isinstance(source, FunctionReward) else source.tokenizer
+        for source in trainer.rewards.sources
+    ]
+
+
+def tools(trainer: Any) -> list[Callable[..., Any]]:
+    """Return the functions that completions may call."""
+    runner = trainer.agents.tools
+    return list(runner.by_name.values()) if runner else []
+
+
+# Other properties, and the functions that compute them from a trainer.
+COMMON_PROPERTIES: dict[str, Callable[[Any], object]] = {
+    "aux_loss_enabled": lambda trainer: trainer.router_coefficient != 0.0,
+    "ref_model": reference_model,
+    "router_aux_loss_coef": lambda trainer: trainer.router_coefficient,
 }
-# What the first ones had in common.
-FIRST_OPTIONS: dict[str, str | RemovedOption] = {
-    **COMMON_OPTIONS,
-    "cliprange": "epsilon",
-    "kl_coef": "beta",
-    "exp_name": "run_name",
-    "total_episodes": "max_steps",
-    "response_length": "max_completion_length",
-    **ignored("prompts are tokenized batch by batch", "dataset_num_proc"),
-    **refused("pass the model to reward_funcs", "reward_model_path"),
-    **ignored(
-        "scoring uses per_device_train_batch_size and per_device_eval_batch_size",
-        "local_rollout_forward_batch_size",
+ONLINE_PROPERTIES: dict[str, Callable[[Any], object]] = {
+    **COMMON_PROPERTIES,
+    "chat_template_kwargs": lambda trainer: trainer.args.chat_template_kwargs or {},
+    "continuous_batching_config": (
+        lambda trainer: trainer.args.transformers_continuous_batching_config
     ),
-    **ignored("use log_completions and logging_steps", "num_sample_generations"),
-    **ignored("completions stop at every end token of the model", "stop_token", "stop_token_id"),
-    **refused("pass the model to the trainer", "sft_model_path"),
-    **refused(
-        "use per_device_train_batch_size",
-        *("local_batch_size", "micro_batch_size", "mini_batch_size", "local_mini_batch_size"),
-    ),
-    **refused("use generation_batch_size", "batch_size"),
-    **refused("use max_steps", "num_total_batches"),
+    "entropy_coef": lambda trainer: trainer.entropy.coefficient,
+    "eos_token_ids": lambda trainer: list(trainer.sampling.stop_ids),
+    "epsilon_high": lambda trainer: trainer.args.clip_range[1],
+    "epsilon_low": lambda trainer: trainer.args.clip_range[0],
+    "generation_config": generation_config,
+    "generation_kwargs": lambda trainer: trainer.args.generation_kwargs or {},
+    "num_generations_eval": lambda trainer: trainer.args.group_size_in("eval"),
+    "reward_func_names": lambda trainer: [source.name for source in trainer.rewards.sources],
+    "reward_funcs": reward_functions,
+    "reward_processing_classes": reward_tokenizers,
+    "reward_weights": lambda trainer: trainer.rewards.weights,
+    "rollout_func": lambda trainer: trainer.agents.rollout_func,
+    "tools": tools,
 }
-FIRST_ARGUMENTS: dict[str, str | RemovedOption] = {
-    "config": "args",
-    "reward_model": "reward_funcs",
-    "policy": "model",
-    **ignored("", "data_collator"),
+PREFERENCE_PROPERTIES: dict[str, Callable[[Any], object]] = {
+    "calculate_KL": lambda trainer: trainer.args.estimates_kl,
+    "loss_types": lambda trainer: list(trainer.args.losses),
+    "loss_weights": lambda trainer: list(trainer.args.losses.values()),
+    "precompute_ref_logps": lambda trainer: trainer.args.precompute_ref_log_probs,
 }
+
+
+def add_trl_properties(
+    options: Iterable[str], computed: Mapping[str, Callable[[Any], object]]
+) -> Callable[[TrainerClass], TrainerClass]:
+    """Return a class decorator that adds read-only properties to a class of trainers.
+
+    Args:
+        options: names of options; a property of this name reads `trainer.args`.
+        computed: for each other property, a function that computes it from the trainer.
+    """
+
+    def add_properties(trainer_class: TrainerClass) -> TrainerClass:
+        getters = {name: _option_getter(name) for name in options}
+        for name, getter in (getters | dict(computed)).items():
+            setattr(trainer_class, name, property(getter))
+        return trainer_class
+
+    return add_properties
+
+
+def _option_getter(name: str) -> Callable[[Any], object]:
+    return lambda trainer: getattr(trainer.args, name)

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..options import option
 from ..suggestions import did_you_mean
-from .attributes import COMMON_OPTIONS
+from .legacy_options import ONLINE_LEGACY_OPTIONS
 from .online.online_config import OnlineConfig
 
 LOSS_TYPES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
@@ -17,7 +17,7 @@ SCALES = ("group", "batch", "none")
 class GRPOConfig(OnlineConfig):
     """Configuration of `GRPOTrainer`: the options of the online skeleton and its own."""
 
-    legacy_options = COMMON_OPTIONS
+    legacy_options = ONLINE_LEGACY_OPTIONS
     without_meaning = OnlineConfig.without_meaning | {
         "log_completions_hub_repo": "completions stay in the folder `completions` of output_dir"
     }

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..options import option
-from .attributes import COMMON_OPTIONS
 from .base.options import ignored, refused
+from .legacy_options import ONLINE_LEGACY_OPTIONS
 from .online.online_config import OnlineConfig
 
 
@@ -18,7 +18,7 @@ class OnlineDPOConfig(OnlineConfig):
     """
 
     legacy_options = {
-        **COMMON_OPTIONS,
+        **ONLINE_LEGACY_OPTIONS,
         "max_new_tokens": "max_completion_length",
         "gpu_memory_utilization": "vllm_gpu_memory_utilization",
         **ignored("see max_prompt_length and long_prompts", "max_length"),

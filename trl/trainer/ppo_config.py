@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..options import option
-from .attributes import FIRST_OPTIONS
 from .base.options import ignored
+from .legacy_options import RLOO_AND_PPO_LEGACY_OPTIONS
 from .online.online_config import OnlineConfig
 
 
@@ -17,7 +17,7 @@ class PPOConfig(OnlineConfig):
     `num_ppo_epochs` times: it serves `num_ppo_epochs * num_mini_batches` optimizer steps.
     """
 
-    legacy_options = FIRST_OPTIONS | ignored(
+    legacy_options = RLOO_AND_PPO_LEGACY_OPTIONS | ignored(
         "the adapter that is trained is the active one, and its base model the reference",
         *("model_adapter_name", "ref_adapter_name"),
     )

@@ -14,8 +14,8 @@ from ..ops.kl import k1, k3
 from ..ops.masking import masked_sum, nan_mean
 from ..ops.policy_losses import clip_flags, log_ratio, sum_over
 from ..types import RewardTable, Rollout, TokenScores
-from .attributes import FIRST_ARGUMENTS
 from .base.best_metric import CLIPPING, SAMPLING
+from .legacy_options import RLOO_AND_PPO_LEGACY_ARGUMENTS
 from .model_card import Method
 from .online.online_trainer import OnlineTrainer
 from .ppo_config import PPOConfig
@@ -58,7 +58,7 @@ class PPOTrainer(OnlineTrainer):
     config_class = PPOConfig
     evaluation_metrics = OnlineTrainer.evaluation_metrics | CLIPPING | SAMPLING | VALUES
     skips_zero_advantages = False  # the value loss is not a multiple of the advantage
-    legacy_options = FIRST_ARGUMENTS | {"ref_policy": "ref_model"}
+    legacy_options = RLOO_AND_PPO_LEGACY_ARGUMENTS | {"ref_policy": "ref_model"}
     method = Method("PPO", "ppo", arxiv="1909.08593")
 
     def __init__(

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from ..options import option
-from .attributes import FIRST_OPTIONS
 from .base.options import ignored, refused
+from .legacy_options import RLOO_AND_PPO_LEGACY_OPTIONS
 from .online.online_config import OnlineConfig
 
 
@@ -13,7 +13,7 @@ class RLOOConfig(OnlineConfig):
     """Configuration of `RLOOTrainer`, which may use the names of the first one (`rloo_k`, ...)."""
 
     legacy_options = {
-        **FIRST_OPTIONS,
+        **RLOO_AND_PPO_LEGACY_OPTIONS,
         "rloo_k": "num_generations",
         "normalize_reward": "normalize_advantages",
         "num_ppo_epochs": "num_iterations",

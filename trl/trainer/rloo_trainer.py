@@ -8,9 +8,9 @@ from ..ops.masking import masked_sum
 from ..types import RewardFunc as RewardFunc
 from ..types import RewardTable, Rollout, TokenScores
 from ..types import RolloutFunc as RolloutFunc
-from .attributes import FIRST_ARGUMENTS
 from .base.best_metric import CLIPPING, SAMPLING
 from .base.options import ignored
+from .legacy_options import RLOO_AND_PPO_LEGACY_ARGUMENTS
 from .model_card import Method
 from .online.online_trainer import OnlineTrainer
 from .rloo_config import RLOOConfig
@@ -33,7 +33,7 @@ class RLOOTrainer(OnlineTrainer):
 
     config_class = RLOOConfig
     evaluation_metrics = OnlineTrainer.evaluation_metrics | CLIPPING | SAMPLING | {"kl"}
-    legacy_options = FIRST_ARGUMENTS | ignored("", "ref_policy")
+    legacy_options = RLOO_AND_PPO_LEGACY_ARGUMENTS | ignored("", "ref_policy")
     ratio_level = "sequence_sum"
     method = Method("RLOO", "rloo", arxiv="2402.14740")
 

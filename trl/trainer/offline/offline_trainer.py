@@ -21,7 +21,7 @@ from ...models.logit_metrics import LogitMetrics
 from ...models.scorer import Reader
 from ...ops.logit_statistics import LogitStatistic
 from ...types import Mode
-from ..attributes import readable
+from ..attributes import COMMON_PROPERTIES, OFFLINE_OPTIONS, add_trl_properties
 from ..base.base_trainer import BaseTrainer
 from ..base.policy import (
     check_additions,
@@ -37,7 +37,7 @@ from .offline_config import NO_LOGITS, UNSUPPORTED, OfflineConfig, set_template
 BUFFERED = 10_000  # rows of a stream that is shuffled
 
 
-@readable
+@add_trl_properties(OFFLINE_OPTIONS, COMMON_PROPERTIES)
 class OfflineTrainer(BaseTrainer):
     """The skeleton: preparing datasets, micro-batches, totals of a step, evaluation.
 

@@ -25,6 +25,7 @@ from ...models.unwrap import causal_model
 from ...ops.logit_statistics import LogitStatistic, MeanLogit
 from ...ops.masking import masked_sum
 from ...types import Mode, TokenScores
+from ..attributes import PREFERENCE_OPTIONS, PREFERENCE_PROPERTIES, add_trl_properties
 from ..uncalled import OFFLINE, PREFERENCE
 from .batches import prepare_answers
 from .offline_config import PreferenceConfig
@@ -35,6 +36,7 @@ Values = dict[str, Tensor]
 Sides = Mapping[str, tuple[int, Tensor]]
 
 
+@add_trl_properties(PREFERENCE_OPTIONS, PREFERENCE_PROPERTIES)
 class PreferenceTrainer(OfflineTrainer):
     """The skeleton of DPO and KTO: answers to prompts, scored by the reference before each step.
 

@@ -27,7 +27,7 @@ from ...online.sampler import RepeatIterableDataset
 from ...ops.masking import masked_mean
 from ...ops.policy_losses import RatioLevel, clip_flags, clipped_surrogate, importance_ratio
 from ...types import Mode, Prompts, RewardTable, Rollout, RolloutFunc, TokenScores
-from ..attributes import readable
+from ..attributes import ONLINE_OPTIONS, ONLINE_PROPERTIES, add_trl_properties
 from ..base.base_trainer import BaseTrainer
 from ..base.best_metric import COMPLETIONS, EVERY_EVALUATION, reward_metrics
 from ..base.policy import check_additions, check_optimizer, checked_args, prepare_policy
@@ -38,7 +38,7 @@ from .online_config import OnlineConfig
 from .scoring import Scoring, assemble, credited, rows_with_gradient
 
 
-@readable
+@add_trl_properties(ONLINE_OPTIONS, ONLINE_PROPERTIES)
 class OnlineTrainer(BaseTrainer):
     """The skeleton: prompts, generation, rewards, scoring, credit, buffer, reports.
 
