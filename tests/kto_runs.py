@@ -50,8 +50,8 @@ def log_prob(model, prompt, completion):
 def partners_of(trainer, rows=ROWS) -> list[str]:
     """The completion that is scored under the prompt of each row, as the trainer chose it."""
     decoder = tiny_tokenizer()
-    items = [trainer.train_dataset[i] for i in range(len(rows))]
-    return [decoder.decode(item.answer_ids[1][:-1]) for item in items]
+    answers = trainer.train_dataset["kl_completion_ids"][: len(rows)]
+    return [decoder.decode(ids[:-1]) for ids in answers]
 
 
 def by_hand(model, reference, partners, rows=ROWS, beta=0.1, weights=(1.0, 1.0), kl=True):

@@ -6,11 +6,16 @@ from trl.data.bounds import ModelBounds, RowsBeyondContext
 
 
 def test_the_first_row_with_an_unknown_id_is_named():
-    table = Dataset.from_dict({"source": [7, 8, 9, 9], "largest_id": [-1, 9, 10, 12]})
-    ModelBounds(vocabulary=13).check_ids(table)
-    ModelBounds().check_ids(table)
-    with pytest.raises(ValueError, match=r"Row 9 of the dataset has the token id 10, .* 0 to 9\)"):
-        ModelBounds(vocabulary=10).check_ids(table)
+    documents = {"input_ids": [[], [9, 1], [3, 10, 2], [12]]}
+    pairs = {"prompt_ids": [[1], [0], [9], [12]], "chosen_ids": [[2], [9], [10, 4], [0]]}
+    ranked = {"prompt_ids": [[], [1], [1], [2]], "answers_ids": [[], [[9]], [[1, 10], [5]], [[12]]]}
+    for columns in (documents, pairs, ranked):
+        table = Dataset.from_dict(columns | {"source": [7, 8, 9, 9]})
+        for rows in (table, table.select([3, 2, 1, 0])):
+            ModelBounds(vocabulary=13).check_ids(rows)
+            ModelBounds().check_ids(rows)
+        with pytest.raises(ValueError, match=r"Row 9 of the dataset has the token id 10"):
+            ModelBounds(vocabulary=10).check_ids(table)
 
 
 @pytest.mark.parametrize(("largest", "is_known"), [(-1, True), (9, True), (10, False)])

@@ -147,8 +147,8 @@ def test_forms_may_differ_by_row_in_columns_of_json():
     assert table["source"][:] == [0, 1, 2, 3]
     features["label"] = Value("bool")
     labelled = Dataset.from_list([row | {"label": True} for row in rows], features=features)
-    answers = prepare_preferences(labelled, ENCODER)["answers_ids"]
-    assert [decode(answer) for (answer,) in answers] == ["cd<eos>", "yes<end>", "no<end>", "f<eos>"]
+    answers = prepare_preferences(labelled, ENCODER)["completion_ids"]
+    assert list(map(decode, answers)) == ["cd<eos>", "yes<end>", "no<end>", "f<eos>"]
 
 
 def test_text_among_conversations_has_no_turns_of_the_assistant():

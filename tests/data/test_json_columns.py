@@ -7,10 +7,12 @@ import pytest
 from datasets import Dataset, Features, IterableDataset, Json, List, Value, load_dataset
 from tiny import tiny_tokenizer
 
+from trl.data.cutting import DocumentLimits
 from trl.data.encode import TextEncoder
 from trl.data.json_columns import json_decoder, to_rows
+from trl.data.lazy import lazy_documents
 from trl.data.preference_rows import prepare_preferences
-from trl.data.prepare import LazySupervisedDataset, prepare_supervised
+from trl.data.prepare import prepare_supervised
 from trl.data.supervised import SupervisedOptions
 from trl.online.prompts import PromptEncoder
 
@@ -87,8 +89,8 @@ def test_streams_and_lazily_tokenized_rows(form):
     data = conversations(form)
     stream = prepare_supervised(data.to_iterable_dataset(), ENCODER, SupervisedOptions())
     assert decoded(row["input_ids"] for row in stream) == TEXTS
-    lazy = LazySupervisedDataset(data, ENCODER, SupervisedOptions())
-    assert decoded(document.ids for document in lazy.__getitems__([0, 1])) == TEXTS
+    lazy = lazy_documents(data, ENCODER, SupervisedOptions(), DocumentLimits())
+    assert decoded(lazy[:2]["input_ids"]) == TEXTS
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -115,8 +117,11 @@ def test_preferences_are_decoded(form):
     row = {"prompt": [USER], "chosen": [CALLS[0]], "rejected": [CALLS[1]], "tools": TOOLS[0]}
     data = Dataset.from_list([row], features=Features(**names, tools=Json()))
     (found,) = prepare_preferences(data, ENCODER)
-    assert decoded([found["prompt_ids"] + found["answers_ids"][0]]) == TEXTS[:1]
-    assert decoded(found["answers_ids"]) == ['{"x": 1}<end>', '{"y": "two"}<end>']
+    assert decoded([found["prompt_ids"] + found["chosen_ids"]]) == TEXTS[:1]
+    assert decoded([found["chosen_ids"], found["rejected_ids"]]) == [
+        '{"x": 1}<end>',
+        '{"y": "two"}<end>',
+    ]
 
 
 def test_ranked_answers_are_decoded():
@@ -130,8 +135,7 @@ def test_labelled_answers_are_decoded():
     rows = [{"prompt": [USER], "completion": [one], "label": True} for one in CALLS]
     features = Features(prompt=List(Json()), completion=List(Json()), label=Value("bool"))
     found = prepare_preferences(Dataset.from_list(rows, features=features), ENCODER)
-    answers = [answer for (answer,) in found["answers_ids"]]
-    assert decoded(answers) == ['{"x": 1}<end>', '{"y": "two"}<end>']
+    assert decoded(found["completion_ids"]) == ['{"x": 1}<end>', '{"y": "two"}<end>']
 
 
 @pytest.mark.parametrize("form", MESSAGES)

@@ -7,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny import tiny_tokenizer
 
+from trl.data.cutting import DocumentLimits, cut_documents
 from trl.data.encode import TextEncoder
+from trl.data.examples import target_positions
 from trl.data.lengths import (
     candidates,
     padding_table,
@@ -16,8 +18,9 @@ from trl.data.lengths import (
     repeated_share,
 )
 from trl.data.packing import MicroBatchSampler
-from trl.data.preference_rows import AnswerDataset, PreferenceLimits, prepare_preferences
-from trl.data.prepare import SupervisedDataset, prepare_supervised
+from trl.data.preference_cutting import PreferenceLimits, cut_preferences
+from trl.data.preference_rows import prepare_preferences
+from trl.data.prepare import prepare_supervised
 from trl.data.supervised import SupervisedOptions
 
 ENCODER = TextEncoder(tiny_tokenizer())
@@ -34,17 +37,19 @@ def table():
 def test_the_numbers_are_those_of_an_epoch(table):
     profile = profile_supervised(table, [50], pack_size=200)
     for limit in profile.limits:
-        found = SupervisedDataset(table, limit["max_length"])
-        documents = [found[i] for i in range(len(found))]
+        found = cut_documents(table, DocumentLimits(max_length=limit["max_length"]))
+        documents = list(found.dataset)
         assert limit["rows untrained"] == len(table) - len(documents)
-        trained = sum(int(d.trained.sum()) for d in documents)
+        trained = sum(len(target_positions(row)) for row in documents)
         assert limit["trained lost"] == profile.parts["trained"]["tokens"] - trained
         assert limit["rows cut"] == len(found.report.long)
         cut = {i for i, ids in enumerate(table["input_ids"]) if len(ids) > limit["max_length"]}
         assert limit["ends lost"] == len(cut)
-        assert all((d.ids[-1] == ENCODER.eos) == (d.source not in cut) for d in documents)
+        assert all(
+            (row["input_ids"][-1] == ENCODER.eos) == (row["source"] not in cut) for row in documents
+        )
     assert {50, 64, profile.parts["row"]["max"]} <= {row["max_length"] for row in profile.limits}
-    packs = list(MicroBatchSampler(SupervisedDataset(table).lengths, 1, pack_size=200))
+    packs = list(MicroBatchSampler(cut_documents(table).lengths, 1, pack_size=200))
     assert profile.packing["packs"] == len(packs)
     assert profile.packing["packing efficiency"] == pytest.approx(profile.tokens / 200 / len(packs))
 
@@ -86,7 +91,7 @@ def test_preferences():
     repeated = profile.repeated["repeated share in the answers of a prompt"]
     assert repeated == pytest.approx(100 / 218)
     limit = next(row for row in profile.limits if row["max_length"] == 16)
-    kept = AnswerDataset(table, PreferenceLimits(max_length=16))
+    kept = cut_preferences(table, PreferenceLimits(max_length=16))
     assert limit["rows untrained"] == 2 - len(kept) == 1
     assert limit["rows cut"] == 2 == len(kept.report.long)
 

@@ -1,16 +1,11 @@
-import numpy as np
 import pytest
 from bpe import bpe_tokenizer
 from datasets import Dataset
 from tiny import tiny_tokenizer
 
 from trl.data.encode import TextEncoder
-from trl.data.preference_rows import (
-    AnswerDataset,
-    MismatchedDataset,
-    PreferenceLimits,
-    prepare_preferences,
-)
+from trl.data.examples import answers_of
+from trl.data.preference_rows import FEATURES, prepare_preferences
 
 ENCODER = TextEncoder(tiny_tokenizer())
 USER = {"role": "user", "content": "hi"}
@@ -26,7 +21,7 @@ def prepare(*rows, encoder=ENCODER, **options):
 
 
 def texts(row):
-    return tuple(map(ENCODER.tokenizer.decode, (row["prompt_ids"], *row["answers_ids"])))
+    return tuple(map(ENCODER.tokenizer.decode, (row["prompt_ids"], *answers_of(row))))
 
 
 @pytest.mark.parametrize(
@@ -53,12 +48,12 @@ def test_pairs(row, expected):
 )
 def test_tokenized_pairs(names):
     row = prepare(dict(zip(names, ([7, 8], [9], [10, 11]), strict=True)))[0]
-    assert (row["prompt_ids"], row["answers_ids"]) == ([7, 8], [[9], [10, 11]])
+    assert (row["prompt_ids"], answers_of(row)) == ([7, 8], [[9], [10, 11]])
 
 
 def test_tokenized_pairs_without_a_prompt_share_their_beginning():
     row = prepare({"input_ids_chosen": [7, 8, 9], "input_ids_rejected": [7, 8]})[0]
-    assert (row["prompt_ids"], row["answers_ids"]) == ([7], [[8, 9], [8]])
+    assert (row["prompt_ids"], answers_of(row)) == ([7], [[8, 9], [8]])
 
 
 def test_margins_are_kept():
@@ -71,9 +66,7 @@ def test_a_merged_boundary_is_an_answer_of_both():
         {"prompt": "tell me hel", "chosen": "lo", "rejected": " no"}, PAIR, encoder=encoder
     )
     assert row["merged"][:] == [1, 0]
-    for answer, text in zip(
-        row[0]["answers_ids"], ("tell me hello", "tell me hel no"), strict=True
-    ):
+    for answer, text in zip(answers_of(row[0]), ("tell me hello", "tell me hel no"), strict=True):
         assert row[0]["prompt_ids"] + answer[:-1] == encoder.ids([text])[0]
 
 
@@ -154,62 +147,33 @@ def test_labelled_answers_have_their_prompt_once(row):
     assert texts(prepare(row | {"label": True})[0]) == SHOWN[:2]
 
 
-PROMPT, CHOSEN, REJECTED = [1, 2, 3, 4], [5, 6, 7], [8, 9]
-
-
-@pytest.mark.parametrize(
-    ("limits", "expected"),
-    [
-        ({}, (PROMPT, CHOSEN, REJECTED)),
-        ({"max_prompt_length": 2}, ([3, 4], CHOSEN, REJECTED)),
-        ({"max_completion_length": 1}, (PROMPT, [5], [8])),
-        ({"max_length": 6}, (PROMPT, [5, 6], [8, 9])),
-        ({"max_length": 5}, (PROMPT, [5], [8])),
-        ({"max_length": 5, "truncation_mode": "keep_end"}, ([3, 4], CHOSEN, REJECTED)),
-        ({"max_length": 3, "truncation_mode": "keep_end"}, ([4], [6, 7], [8, 9])),
-        ({"max_length": 4, "max_prompt_length": 2}, ([3, 4], [5, 6], [8, 9])),
-        (
-            {"max_length": 2, "max_completion_length": 2, "truncation_mode": "keep_end"},
-            ([4], [6], [9]),
-        ),
-    ],
-)
-def test_limits(limits, expected):
-    row = {"prompt_ids": PROMPT, "chosen_ids": CHOSEN, "rejected_ids": REJECTED}
-    (found,) = AnswerDataset(prepare(row), PreferenceLimits(**limits))
-    assert (found.prompt_ids, *found.answer_ids) == expected
-
-
-def test_what_was_cut_is_counted_and_empty_rows_are_named():
-    rows = [
-        {"prompt_ids": PROMPT, "chosen_ids": CHOSEN, "rejected_ids": REJECTED},
-        {"prompt_ids": list(range(9)), "chosen_ids": CHOSEN, "rejected_ids": REJECTED},
-        {"prompt_ids": PROMPT, "chosen_ids": CHOSEN, "rejected_ids": []},
-    ]
-    found = AnswerDataset(prepare(*rows), PreferenceLimits(max_length=6))
-    assert found.rows["source"][:] == [0] and found.report.untrained == (1, 2)
-    assert found.report.lines("max_length=6") == [
-        "3 of 3 rows longer than max_length=6: 22 tokens left out, 9 of them trained.",
-        "2 of 3 rows left with nothing to train on: 1, 2.",
-    ]
-    assert (
-        len(AnswerDataset(prepare(*rows), PreferenceLimits(max_length=7, truncation_mode="drop")))
-        == 1
-    )
-    assert AnswerDataset(prepare(*rows), PreferenceLimits(max_prompt_length=4)).report.long == (1,)
-    with pytest.raises(ValueError, match=r"None of the 3 rows .*max_length=2"):
-        AnswerDataset(prepare(*rows), PreferenceLimits(max_length=2)).checked("max_length=2")
-
-
-def test_partners_follow_from_the_seed():
-    rows = [{"prompt": f"{i}?", "completion": "a" * (i + 1), "label": True} for i in range(50)]
-    answers = AnswerDataset(prepare(*rows), PreferenceLimits())
-    found = [MismatchedDataset(answers, seed).partners.tolist() for seed in (0, 1, 0)]
-    assert found[0] == found[2] != found[1]
-    assert np.bincount(found[0]).max() <= 2
-
-
 def test_equal_pairs_for_any_number_of_processes():
     rows = [PAIR | {"prompt": f"ask {i}"} for i in range(40)]
     one, two = (prepare(*rows, unpaired=True, num_proc=n) for n in (1, 2))
     assert one[:] == two[:]
+
+
+RANKED = {"prompt_ids": [7], "answers_ids": [[8], [9]], "ranks": [1, 0]}
+
+
+@pytest.mark.parametrize(
+    ("row", "kind"),
+    [
+        (PAIR, "pair"),
+        (RANKED, "ranked"),
+        ({"prompt": "a", "completion": "b", "label": True}, "labelled"),
+    ],
+)
+def test_a_prepared_dataset_is_not_encoded_again(row, kind):
+    prepared = prepare(row, row)
+    assert prepared.column_names == list(FEATURES[kind])
+    assert prepare_preferences(prepared, ENCODER) is prepared
+    derived = prepared.add_column("ref_logps", [1.0, 2.0]).add_column(
+        "kl_completion_ids", [[1], [2]]
+    )
+    assert prepare_preferences(derived, ENCODER)[:] == prepared[:]
+
+
+def test_prepared_pairs_become_labelled_answers():
+    found = prepare_preferences(prepare(PAIR), ENCODER, unpaired=True)
+    assert found[:] == prepare(PAIR, unpaired=True)[:]

@@ -1,14 +1,11 @@
-from dataclasses import replace
-
-import numpy as np
-import pytest
 import torch
 from datasets import Dataset
 from tiny import tiny_tokenizer
 
 from trl.data.encode import TextEncoder
-from trl.data.preference_rows import AnswerDataset, PreferenceLimits, prepare_preferences
-from trl.data.rows import AnswerGroup, AnswerRows, Document, SupervisedRows, shown
+from trl.data.preference_cutting import PreferenceLimits, cut_preferences
+from trl.data.preference_rows import prepare_preferences
+from trl.data.rows import AnswerGroup, AnswerRows, SupervisedRows
 
 ENCODER = TextEncoder(tiny_tokenizer())
 PAIRS = [
@@ -19,12 +16,13 @@ PAIRS = [
 
 def dataset(rows, **limits):
     table = prepare_preferences(Dataset.from_list(rows), ENCODER)
-    return AnswerDataset(table, PreferenceLimits(**limits))
+    return cut_preferences(table, PreferenceLimits(**limits)).dataset
 
 
 def document(trained, source=0):
-    ids = np.arange(10, 10 + len(trained), dtype=np.int32)
-    return Document.of(ids, np.array(trained, dtype=bool), source)
+    ids = list(range(10, 10 + len(trained)))
+    labels = [i if flag else -100 for i, flag in zip(ids, trained, strict=True)]
+    return {"input_ids": ids, "labels": labels, "source": source, "merged": 0, "origin": ""}
 
 
 def test_rows_hold_what_is_trained_and_what_stands_before():
@@ -35,14 +33,6 @@ def test_rows_hold_what_is_trained_and_what_stands_before():
     assert rows.flat.row_ids == [4, 9] and rows.loss_mask.sum() == 4 and len(rows) == 2
 
 
-def test_documents_can_be_looked_at_by_column():
-    one = document([False, True, False])
-    assert one["input_ids"] == [10, 11, 12]
-    assert one["labels"] == [-100, 11, -100]
-    with pytest.raises(KeyError, match="pixels"):
-        one["pixels"]
-
-
 def test_select_cuts_to_the_longest_completion():
     rows = SupervisedRows.of([document([0, 1, 1, 1]), document([0, 1], 5)]).select([1])
     assert rows.loss_mask.tolist() == [[True]] and rows.flat.row_ids == [5]
@@ -51,45 +41,14 @@ def test_select_cuts_to_the_longest_completion():
 
 def test_documents_that_only_keep_a_rank_busy_count_nothing():
     documents = document([0, 1, 1]), document([0, 1], 3)
-    rows = SupervisedRows.of([replace(one, counts=False) for one in documents])
+    rows = SupervisedRows.of([one | {"is_filler": True} for one in documents])
     assert rows.loss_mask.sum() == 0 and rows.tokens() == 0 and rows.flat.lengths == [3, 2]
     assert SupervisedRows.of([document([0, 1, 1])]).tokens() == 3
 
 
-def test_what_is_trained_is_marked():
-    tokenizer = tiny_tokenizer()
-    ids = np.array(tokenizer("2+3=5")["input_ids"])
-    mask = np.array([False] * 4 + [True])
-    found = shown(Document.of(ids, mask, 7), tokenizer)
-    assert found == "row 7, 1 of 5 tokens trained (marked): 2+3=\u27ea5\u27eb"
-    short = shown(Document.of(ids, mask, 7), tokenizer, tokens=2)
-    assert short == "row 7, 1 of 5 tokens trained (marked): 2+ ... and 3 tokens"
-
-
-def test_items_are_prompts_with_their_answers():
-    found = dataset(PAIRS)
-    assert found[1] == AnswerGroup([8], [[9, 10], [11, 12]], 1, {"margin": 0.0, "ranks": [0, 1]})
-    assert found[0].values["margin"] == 0.5 and found.lengths.tolist() == [7, 5]
-    assert [found[i].tokens() for i in range(2)] == [7, 5]
-    assert not found[~1].counts and found[~1].answer_ids == found[1].answer_ids
-
-
-def test_items_are_cut_and_get_values_that_are_known_besides():
-    found = dataset(PAIRS, max_length=4, max_prompt_length=2)
-    found.values["ref_logps"] = torch.tensor([[-1.0, -2.0], [-3.0, -4.0]]).numpy()
-    assert found[0].prompt_ids == [2, 3] and found[0].answer_ids == [[4, 5], [7]]
-    assert found.lengths.tolist() == [5, 5] and (
-        found.report.tokens_lost,
-        found.report.trained_lost,
-    ) == (2, 1)
-    rows = AnswerRows.of([found[0], found[1]])
-    assert rows.values["ref_logps"].tolist() == [[-1.0, -2.0], [-3.0, -4.0]]
-    assert len(dataset(PAIRS, max_length=4, truncation_mode="drop")) == 1
-
-
 def test_rows_are_cut_by_prompts_and_flat_for_a_scorer():
     items = dataset(PAIRS)
-    rows = AnswerRows.of([items[0], items[~1]])
+    rows = AnswerRows.of([items[0], items[1] | {"is_filler": True}])
     assert len(rows) == 2 and len(rows.flat) == 4
     assert rows.flat.prompt_ids == [[1, 2, 3], [1, 2, 3], [8], [8]]
     assert rows.flat.completion_ids == [[4, 5, 6], [7], [9, 10], [11, 12]]
@@ -118,8 +77,6 @@ def test_answers_of_different_numbers_are_brought_to_their_prompts():
     rows = {"prompt_ids": [1], "answers_ids": [[2], [3], [4]], "ranks": [2, 0, 1]}
     fewer = {"prompt_ids": [1], "answers_ids": [[5, 6]], "ranks": [3]}
     items = dataset([rows, fewer])
-    assert items.lengths.tolist() == [item.tokens() for item in items] == [4, 3]
-    assert dataset([rows, fewer], max_completion_length=1).report.tokens_lost == 1
     batch = AnswerRows.of([items[0], items[1]])
     assert batch.by_group(torch.arange(1, 5)).tolist() == [[1, 2, 3], [4, 0, 0]]
     assert batch.by_group(torch.ones(4, 2)).shape == (2, 3, 2)

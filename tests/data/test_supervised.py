@@ -34,8 +34,8 @@ def encode(row, encoder=ENCODER, **options):
     found = encode_supervised([row], chosen.kind(row), encoder, chosen)
     decode = encoder.tokenizer.decode
     return [
-        (decode(ids), [decode(ids[a:b]) for a, b in spans_of(trained)])
-        for ids, trained, *_ in found
+        (decode(row.input_ids), [decode(row.input_ids[a:b]) for a, b in spans_of(row.loss_mask)])
+        for row in found
     ]
 
 
@@ -102,8 +102,8 @@ IDS = {"input_ids": [7, 8, 9]}
 )
 def test_masks_of_tokenized_examples_are_used(row, options, trained):
     chosen = SupervisedOptions(**options)
-    ((ids, mask, *_),) = encode_supervised([row], chosen.kind(row), ENCODER, chosen)
-    assert ids == [7, 8, 9] and mask.tolist() == trained
+    (document,) = encode_supervised([row], chosen.kind(row), ENCODER, chosen)
+    assert document.input_ids == [7, 8, 9] and document.loss_mask.tolist() == trained
 
 
 @pytest.mark.parametrize(
@@ -141,11 +141,10 @@ def test_merges_over_the_boundary_are_counted_and_trained():
     pairs = (("tell me hel", "lo"), ("tell me", " hello"))
     rows = [{"prompt": prompt, "completion": answer} for prompt, answer in pairs]
     found = encode_supervised(rows, "completion", encoder, options)
-    ids, masks, _, merged, _ = zip(*found, strict=True)
-    assert merged == (1, 0)
+    assert [document.merged for document in found] == [1, 0]
     whole = encoder.ids(["tell me hello"])[0]
-    assert [found[:-1] for found in ids] == [whole, whole]
-    assert encoder.tokenizer.decode(whole[masks[0].argmax() :]) == " hello"
+    assert [document.input_ids[:-1] for document in found] == [whole, whole]
+    assert encoder.tokenizer.decode(whole[found[0].loss_mask.argmax() :]) == " hello"
 
 
 @pytest.mark.parametrize("pad", ["<pad>", "<eos>", "<|im_end|>"])

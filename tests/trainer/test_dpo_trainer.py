@@ -250,7 +250,10 @@ def test_messages_with_tools_and_what_is_refused(tmp_path):
     chat = {"chosen": [[user, good]], "rejected": [[user, bad]], "tools": [None]}
     trainer = make_trainer(tmp_path, Dataset.from_dict(chat))
     item = trainer.train_dataset[0]
-    decoded = [tiny_tokenizer().decode(ids) for ids in (item.prompt_ids, *item.answer_ids)]
+    decoded = [
+        tiny_tokenizer().decode(ids)
+        for ids in [item[f"{x}_ids"] for x in ("prompt", "chosen", "rejected")]
+    ]
     assert decoded == ["<user>hi<end><assistant>", "yes<end>", "no<end>"]
     with pytest.raises(NotImplementedError, match="train_dataset has the column 'images'"):
         make_trainer(tmp_path, Dataset.from_dict(chat | {"images": [[]]}))

@@ -10,6 +10,7 @@ from peft import LoraConfig
 from sft_runs import config, direction, encoded, logged, relative, weights
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 
+from trl.data.examples import num_tokens
 from trl.trainer.kto_config import KTOConfig
 from trl.trainer.kto_trainer import KTOTrainer
 
@@ -62,7 +63,7 @@ def test_loss_and_gradient_are_those_of_rows_computed_singly(tmp_path, reference
 def test_apo_zero_has_no_estimate(tmp_path):
     expected = by_hand(tiny_model(), other_model(), [""] * 8, beta=0.5, kl=False)
     trainer = make_trainer(tmp_path, loss_type="apo_zero_unpaired", **STEEP)
-    assert len(trainer.train_dataset[0].answer_ids) == 1
+    assert "kl_completion_ids" not in trainer.train_dataset.column_names
     assert relative(direction(trainer), expected[1]) <= 5e-6
     assert logged(trainer, "loss") == [pytest.approx(expected[0], rel=1e-6)]
     assert logged(trainer, "kl") == [0.0]
@@ -141,14 +142,14 @@ def test_the_other_answers_share_the_prompt(tmp_path, accumulation):
             with_kwargs=True,
         )
     trainer.train()
-    everything = sum(trainer.train_dataset[i].tokens() for i in range(8))
+    everything = sum(map(num_tokens, trainer.train_dataset))
     sizes = [size for size, _ in seen["policy"]]
     # Of several micro-batches, all other answers are scored before the first one is trained on.
     expected = {1: [True, False], 2: [False, False, True, True]}
     assert [with_gradient for _, with_gradient in seen["policy"]] == expected[accumulation]
     assert seen["reference"][-1][0] <= everything / accumulation + 64
     if accumulation == 1:
-        ids = [trainer.train_dataset[i].answer_ids[1] for i in range(8)]
+        ids = trainer.train_dataset["kl_completion_ids"]
         assert sizes[1] == sum(len(one) - 1 for one in ids)
         assert sum(sizes) <= everything and seen["reference"][-1][0] <= everything
 
@@ -172,10 +173,10 @@ def test_the_reference_may_be_scored_beforehand(tmp_path, monkeypatch, reference
 def test_pairs_become_two_rows_next_to_each_other(tmp_path):
     data = Dataset.from_dict({"prompt": ["a", "b"], "chosen": ["c", "d"], "rejected": ["e", "f"]})
     trainer = make_trainer(tmp_path, data)
-    items = [trainer.train_dataset[i] for i in range(4)]
-    decoded = [tiny_tokenizer().decode(item.answer_ids[0]) for item in items]
+    rows = trainer.train_dataset
+    decoded = list(map(tiny_tokenizer().decode, rows["completion_ids"]))
     assert decoded == ["c<eos>", "e<eos>", "d<eos>", "f<eos>"]
-    assert [item.values["label"] for item in items] == [True, False, True, False]
+    assert rows["label"][:] == [True, False, True, False]
     trainer.train()
     assert math.isfinite(logged(trainer, "loss")[0])
 

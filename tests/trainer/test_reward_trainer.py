@@ -188,7 +188,7 @@ def test_a_classifier_on_an_encoder_scores_with_its_own_forward(tmp_path):
 
 def test_pairs_over_max_length_are_left_out(tmp_path, monkeypatch):
     said = []
-    monkeypatch.setattr("trl.data.prepare.logger.warning", said.append)
+    monkeypatch.setattr("trl.data.cutting.logger.warning", said.append)
     trainer = make_trainer(tmp_path, max_length=20)
     assert len(trainer.train_dataset) == 4
     assert "2 of 6 rows longer than max_length=20:" in said[0]

@@ -329,8 +329,8 @@ def test_conversations_with_a_stream_and_a_formatting_function(tmp_path):
     ]
     data = Dataset.from_dict({"messages": chats})
     trainer = make_trainer(tmp_path, data, assistant_only_loss=True)
-    shown = [trainer.train_dataset[i] for i in range(2)]
-    trained = [tiny_tokenizer().decode(d.ids[d.trained].tolist()) for d in shown]
+    labels = [[x for x in row["labels"] if x != -100] for row in trainer.train_dataset]
+    trained = list(map(tiny_tokenizer().decode, labels))
     assert trained == ["hello<end>", "4<end>"]
     trainer.train()
     named = make_trainer(
@@ -338,7 +338,7 @@ def test_conversations_with_a_stream_and_a_formatting_function(tmp_path):
         Dataset.from_dict({"question": ["a", "b"]}),
         formatting_func=lambda row: f"Q {row['question']}",
     )
-    ids = named.train_dataset[0].ids.tolist()
+    ids = named.train_dataset[0]["input_ids"]
     assert tiny_tokenizer().decode(ids) == "Q a<eos>"
 
 
@@ -351,7 +351,7 @@ def test_what_was_decoded_is_shown(tmp_path, capsys):
 
 def test_rows_cut_and_rows_left_without_a_trained_token_are_counted(tmp_path, monkeypatch):
     said = []
-    monkeypatch.setattr("trl.data.prepare.logger.warning", said.append)
+    monkeypatch.setattr("trl.data.cutting.logger.warning", said.append)
     rows = [("a" * 20, "b"), ("a", "b" * 20), ("a", "b"), ("c" * 30, "d")]
     trainer = make_trainer(tmp_path, pairs(rows), max_length=10)
     assert len(trainer.train_dataset) == 2
@@ -366,16 +366,16 @@ def test_long_rows_of_streams(tmp_path):
     for long_rows, expected in (("cut", 2), ("drop", 1), ("split", 5)):
         stream = pairs(rows).to_iterable_dataset()
         trainer = make_trainer(tmp_path, stream, max_length=10, long_rows=long_rows)
-        found = list(itertools.chain(*trainer.train_dataset))
+        found = list(trainer.train_dataset)
         whole = make_trainer(tmp_path, pairs(rows), max_length=10, long_rows=long_rows)
         assert len(found) == len(whole.train_dataset) == expected
-        assert [d.ids.tolist() for d in found] == [
-            whole.train_dataset[i].ids.tolist() for i in range(expected)
-        ]
+        names = whole.train_dataset.column_names
+        assert trainer.train_dataset.column_names == names
+        assert [row["input_ids"] for row in found] == whole.train_dataset["input_ids"][:]
     stream = make_trainer(
         tmp_path, pairs(rows).to_iterable_dataset(), max_length=10, long_rows="error"
     ).train_dataset
-    with pytest.raises(ValueError, match="2 of 2 rows have more than max_length=10 tokens, among"):
+    with pytest.raises(ValueError, match="2 of 3 rows have more than max_length=10 tokens, among"):
         list(stream)
 
 
@@ -453,8 +453,7 @@ def test_tokenized_rows_with_labels(tmp_path):
     rows = {"input_ids": [[10, 11, 12], [13, 14]], "labels": [[-100, 11, -100], [-100, 14]]}
     data = Dataset.from_dict(rows)
     trainer = make_trainer(tmp_path, data, dataset_kwargs={"skip_prepare_dataset": True})
-    masks = [trainer.train_dataset[i].trained.tolist() for i in range(2)]
-    assert masks == [[False, True, False], [False, True]]
+    assert trainer.train_dataset["labels"][:] == rows["labels"]
     trainer.train()
     assert logged(trainer, "num_tokens") == [4]
 

@@ -3,7 +3,22 @@
 from dataclasses import dataclass
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 from datasets import Dataset
+
+from .arrow_lists import arrow_column, numbers
+
+# Columns of token ids that a model reads.
+TOKEN_COLUMNS = (
+    "input_ids",
+    "prompt_ids",
+    "chosen_ids",
+    "rejected_ids",
+    "completion_ids",
+    "kl_completion_ids",
+    "answers_ids",
+)
 
 
 @dataclass(frozen=True)
@@ -40,14 +55,18 @@ class ModelBounds:
             "model.resize_token_embeddings(len(tokenizer)) before training"
         )
 
-    def check_ids(self, table: Dataset) -> None:
+    def check_ids(self, dataset: Dataset) -> None:
         """Raise a ValueError that names the first prepared row with an id that is none."""
-        largest = np.asarray(table["largest_id"][:])
-        for row in np.flatnonzero(largest >= (self.vocabulary or np.inf))[:1].tolist():
-            source = table["source"][row]
-            raise ValueError(
-                f"Row {source} of the dataset {self.problem_of_id(int(largest[row]))}."
-            )
+        if self.vocabulary is None:
+            return
+        names = [name for name in TOKEN_COLUMNS if name in dataset.column_names]
+        columns = [arrow_column(dataset, name) for name in names]
+        rows = [first_row_with(column, self.vocabulary) for column in columns]
+        first = min((row for row in rows if row is not None), default=None)
+        if first is not None:
+            source = numbers(dataset, "source")[first]
+            largest = max(largest_id(column.slice(first, 1)) for column in columns)
+            raise ValueError(f"Row {source} of the dataset {self.problem_of_id(largest)}.")
 
     def rows_beyond(self, lengths: np.ndarray, sources: np.ndarray) -> RowsBeyondContext | None:
         """The rows longer than the context, of items with so many tokens made from `sources`."""
@@ -55,3 +74,23 @@ class ModelBounds:
             return None
         rows = np.unique(sources[lengths > self.context])
         return RowsBeyondContext(len(rows), int(rows[0]), int(lengths.max()), self.context)
+
+
+def largest_id(lists: pa.ChunkedArray | pa.Array) -> int:
+    """The largest id in lists of ids, or in lists of those; -1 if there is none."""
+    ids = pc.list_flatten(lists)
+    if pa.types.is_list(ids.type):
+        ids = pc.list_flatten(ids)
+    largest = pc.max(ids).as_py()
+    return -1 if largest is None else int(largest)
+
+
+def first_row_with(lists: pa.ChunkedArray, vocabulary: int) -> int | None:
+    """The first row with an id of `vocabulary` or more; a chunk is read at a time."""
+    start = 0
+    for chunk in lists.chunks:
+        if largest_id(chunk) >= vocabulary:
+            largest = [largest_id(chunk[row : row + 1]) for row in range(len(chunk))]
+            return start + next(row for row, value in enumerate(largest) if value >= vocabulary)
+        start += len(chunk)
+    return None

@@ -11,9 +11,10 @@ from datasets import Dataset
 
 from ..ops.masking import common_prefix_length
 from ..ops.packing import best_fit
+from .arrow_lists import arrow_column, count_in_ranges, numbers, row_lengths
+from .cutting import CutReport, DocumentLimits, cut_documents, is_target
 from .packing import pieces
-from .preference_rows import AnswerDataset, PreferenceLimits, preference_lengths
-from .prepare import CutReport, SupervisedDataset, arrow_column, items, trained_in
+from .preference_cutting import PreferenceLimits, cut_preferences, preference_lengths
 
 PERCENTILES = {"min": 0, **{f"p{p:g}": p for p in (5, 25, 50, 75, 90, 95, 99, 99.9)}, "max": 100}
 BATCHES = (1, 2, 4, 8, 16)
@@ -47,20 +48,24 @@ def profile_supervised(
     table: Dataset, max_lengths: Sequence[int] = (), pack_size: int | None = None
 ) -> LengthProfile:
     """Profile a dataset as of `prepare_supervised`; without a pack size, it is the longest row."""
-    lengths, report = items(arrow_column(table, "input_ids")), SupervisedDataset(table).report
+    lengths = row_lengths(table, "input_ids")
+    report = cut_documents(table).report
     starts, ends = pieces(lengths)
-    flags = pc.list_flatten(arrow_column(table, "trained"))
-    trained = trained_in(flags, starts, ends)
+    labels = pc.list_flatten(arrow_column(table, "labels"))
+    trained = count_in_ranges(labels, is_target, starts, ends)
     parts = {"prompt": lengths - trained, "trained": trained, "row": lengths}
 
     def cut(size: int) -> dict[str, int]:
-        lost = pc.sum(flags.take(ends[lengths > size] - 1)).as_py() or 0
-        return _limit(SupervisedDataset(table, size).report) | {"ends lost": lost}
+        last_labels = labels.take(ends[lengths > size] - 1)
+        report = cut_documents(table, DocumentLimits(max_length=size)).report
+        return _limit(report) | {"ends lost": int(is_target(np.asarray(last_labels)).sum())}
 
     size = pack_size or int(lengths.max(initial=1))
     repeated = {"repeated share in the batch of all rows": repeated_share(table["input_ids"])}
-    found = _profile(parts, table["source"][:], cut, max_lengths, repeated)
-    found.packing.update(_packing(SupervisedDataset(table, size).lengths, size))
+    sources = numbers(table, "source").tolist()
+    found = _profile(parts, sources, cut, max_lengths, repeated)
+    cut_lengths = cut_documents(table, DocumentLimits(max_length=size)).lengths
+    found.packing.update(_packing(cut_lengths, size))
     found.warn("no token to train on", len(report.untrained))
     found.warn("a token across the edge of what is trained", report.merged)
     return found
@@ -77,24 +82,26 @@ def _limit(report: CutReport) -> dict[str, int]:
 
 def profile_preferences(table: Dataset, max_lengths: Sequence[int] = ()) -> LengthProfile:
     """Profile a dataset as of `prepare_preferences`; a pack is as large as its longest row."""
-    prompts, answers, exists = preference_lengths(table)
-    paired = table[0]["ranks"] == [0, 1]
+    lengths = preference_lengths(table)
+    prompts, answers = lengths.prompts, lengths.answers
+    paired = "chosen_ids" in table.column_names
     names = ["chosen", "rejected"] if paired else [f"answer {k}" for k in range(answers.shape[1])]
     whole = prompts + answers.max(axis=1)
     parts = {"prompt": prompts, **dict(zip(names, answers.T, strict=True)), "row": whole}
 
     def cut(size: int) -> dict[str, int]:
-        return _limit(AnswerDataset(table, PreferenceLimits(max_length=size)).report)
+        return _limit(cut_preferences(table, PreferenceLimits(max_length=size)).report)
 
-    separate = ((prompts[:, None] + answers) * exists).sum()
-    together = prompts.sum() + (answers * exists).sum()
+    separate = ((prompts[:, None] + answers) * lengths.exists).sum()
+    together = prompts.sum() + lengths.of_answers.sum()
     repeated = {"repeated share in the answers of a prompt": 1 - together / max(separate, 1)}
-    found = _profile(parts, table["source"][:], cut, max_lengths, repeated)
+    sources = numbers(table, "source").tolist()
+    found = _profile(parts, sources, cut, max_lengths, repeated)
     found.packing.update(_packing(whole, int(whole.max(initial=1))))
     found.warn("an empty answer", (answers == 0).any(axis=1).sum())
     if paired:
-        same = sum(chosen == rejected for chosen, rejected in table["answers_ids"])
-        found.warn("the same answer twice", same)
+        pairs = zip(table["chosen_ids"], table["rejected_ids"], strict=True)
+        found.warn("the same answer twice", sum(chosen == rejected for chosen, rejected in pairs))
     return found
 
 

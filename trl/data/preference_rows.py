@@ -1,22 +1,17 @@
 """Preference examples as token ids: a prompt, and the answers that share it."""
 
-import dataclasses
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from hashlib import blake2b
-from itertools import chain, islice, pairwise
+from itertools import chain, islice
 from numbers import Real
 from typing import Any
 
 import numpy as np
-import pyarrow.compute as pc
-from datasets import Dataset, Features, List, Value
+import pyarrow as pa
+from datasets import Features, List, Value
 
 from ..ops.masking import common_prefix_length
-from ..ops.preference_losses import kl_partners
-from .bounds import ModelBounds
 from .conversations import (
     align_answers,
     as_messages,
@@ -26,29 +21,44 @@ from .conversations import (
 from .encode import Ids, TextEncoder
 from .formats import Row, extract_prompt, malformed_prompt, maybe_extract_prompt
 from .prepare import (
-    BATCH,
-    NO_BOUNDS,
-    CutReport,
+    ArrowColumns,
     D,
-    ItemDataset,
-    arrow_column,
+    RowEncoder,
+    encode_dataset,
     first_row,
-    items,
-    prepared,
+    id_lists,
+    is_prepared,
 )
-from .rows import AnswerGroup
 from .supervised import SupervisedOptions, encode_aligned
 
-FEATURES = Features(
-    prompt_ids=List(Value("int32")),
-    answers_ids=List(List(Value("int32"))),
-    ranks=List(Value("int32")),  # of the answers: the lowest is the best
-    label=Value("bool"),  # None without
-    margin=Value("float64"),
-    source=Value("int64"),  # row of the dataset
-    merged=Value("int32"),  # 1 where a token stands for characters of prompt and answer
-    largest_id=Value("int32"),  # added by `make_rows`
-)
+_COMMON = {
+    "source": Value("int64"),  # row of the dataset
+    "merged": Value("int32"),  # 1 where a token stands for characters of prompt and answer
+}
+_IDS = List(Value("int32"))
+# Columns of prepared rows by kind.
+FEATURES = {
+    "pair": Features(
+        prompt_ids=_IDS,
+        chosen_ids=_IDS,
+        rejected_ids=_IDS,
+        margin=Value("float64"),  # 0.0 without
+        **_COMMON,
+    ),
+    "labelled": Features(
+        prompt_ids=_IDS,
+        completion_ids=_IDS,
+        label=Value("bool"),
+        **_COMMON,
+    ),
+    "ranked": Features(
+        prompt_ids=_IDS,
+        answers_ids=List(_IDS),
+        ranks=List(Value("int32")),  # of the answers: the lowest is the best
+        margin=Value("float64"),
+        **_COMMON,
+    ),
+}
 OLD_NAMES = {f"{x}_input_ids": f"{x}_ids" for x in ("prompt", "completion", "chosen", "rejected")}
 OLD_NAMES |= {f"input_ids_{x}": f"{x}_ids" for x in ("chosen", "rejected")}
 KINDS = {
@@ -104,13 +114,16 @@ def _plain(name: str) -> str:
 def encode_answers(rows: Sequence[Row], encoder: TextEncoder) -> Iterator[Answers]:
     """Encode prompts with their answers, which are aligned, so that they share its tokens."""
     pairs = [row | {"completion": answer} for row in rows for answer in row["answers"]]
-    each = iter(encode_aligned(pairs, "completion", encoder, SupervisedOptions()))
+    documents = iter(encode_aligned(pairs, "completion", encoder, SupervisedOptions()))
     for row in rows:
-        ids, trained, _, merged, _ = zip(*islice(each, len(row["answers"])), strict=True)
-        # The prompt is what its answers share before the first token that is trained on.
-        alike = [common_prefix_length(ids[0], other) for other in ids[1:]]
-        split = min(alike + [int(np.append(mask, True).argmax()) for mask in trained])
-        yield ids[0][:split], [one[split:] for one in ids], any(merged)
+        group = list(islice(documents, len(row["answers"])))
+        ids = [document.input_ids for document in group]
+        # The prompt is what its answers share before the first token that is in the loss.
+        shared = [common_prefix_length(ids[0], other) for other in ids[1:]]
+        masks = [document.loss_mask for document in group]
+        split = min(shared + [int(np.append(mask, True).argmax()) for mask in masks])
+        merged = any(document.merged for document in group)
+        yield ids[0][:split], [answer[split:] for answer in ids], merged
 
 
 def _tokenized_answers(row: Row) -> Answers:
@@ -187,24 +200,69 @@ def _without_prompt(pair: Mapping[str, Any]) -> tuple[Any, list[Any]]:
     return parts["prompt"], [parts["chosen"], parts["rejected"]]
 
 
+@dataclass(slots=True)
+class EncodedAnswers:
+    """A prompt with answers, as token ids."""
+
+    prompt_ids: Ids
+    answers_ids: list[Ids]
+    ranks: list[int]
+    label: bool | None
+    margin: float
+    merged: int
+    example: int  # position of the example in its batch
+
+
 def encode_preferences(
     rows: Sequence[Row], kind: str, encoder: TextEncoder, unpaired: bool = False
-) -> list[tuple[Any, ...]]:
-    """Values of `FEATURES` of examples: two rows next to each other if pairs are taken apart."""
-    known = [_with_answers(row, kind) for row in rows]
+) -> list[EncodedAnswers]:
+    """Encode examples: two rows next to each other for each if pairs are taken apart."""
+    examples = [_with_answers(row, kind) for row in rows]
     if any(OLD_NAMES.get(name, name).endswith("_ids") for name in rows[0]):
-        encoded: Iterable[Answers] = map(_tokenized_answers, known)
+        encoded: Iterable[Answers] = map(_tokenized_answers, examples)
     else:
-        encoded = encode_answers(known, encoder)
-    found: list[tuple[Any, ...]] = []
-    for place, (row, (prompt, answers, merged)) in enumerate(zip(known, encoded, strict=True)):
-        facts = (_margin(row), place, int(merged))
+        encoded = encode_answers(examples, encoder)
+    result: list[EncodedAnswers] = []
+    pairs = zip(examples, encoded, strict=True)
+    for number, (example, (prompt, answers, merged)) in enumerate(pairs):
+        row = EncodedAnswers(
+            prompt_ids=prompt,
+            answers_ids=answers,
+            ranks=example["ranks"],
+            label=example["label"],
+            margin=_margin(example),
+            merged=int(merged),
+            example=number,
+        )
         if unpaired and kind == "pair":
-            found.append((prompt, answers[:1], [0], True, *facts))
-            found.append((prompt, answers[1:], [0], False, *facts))
+            result.append(replace(row, answers_ids=answers[:1], label=True))
+            result.append(replace(row, answers_ids=answers[1:], label=False))
         else:
-            found.append((prompt, answers, row["ranks"], row["label"], *facts))
-    return found
+            result.append(row)
+    return result
+
+
+def answer_columns(rows: Sequence[EncodedAnswers], kind: str) -> ArrowColumns:
+    """Write encoded answers down as the columns of a kind."""
+    columns = {
+        "prompt_ids": id_lists([row.prompt_ids for row in rows]),
+        "merged": pa.array([row.merged for row in rows], pa.int32()),
+    }
+    if kind != "labelled":
+        columns["margin"] = pa.array([row.margin for row in rows], pa.float64())
+    if kind == "pair":
+        columns["chosen_ids"] = id_lists([row.answers_ids[0] for row in rows])
+        columns["rejected_ids"] = id_lists([row.answers_ids[1] for row in rows])
+    elif kind == "labelled":
+        columns["completion_ids"] = id_lists([row.answers_ids[0] for row in rows])
+        columns["label"] = pa.array([row.label for row in rows], pa.bool_())
+    else:
+        counts = [len(row.answers_ids) for row in rows]
+        offsets = pa.array(np.cumsum([0, *counts]), pa.int32())
+        answers = id_lists([ids for row in rows for ids in row.answers_ids])
+        columns["answers_ids"] = pa.ListArray.from_arrays(offsets, answers)
+        columns["ranks"] = id_lists([row.ranks for row in rows])
+    return columns
 
 
 def prepare_preferences(
@@ -217,136 +275,28 @@ def prepare_preferences(
     """Encode pairs, labelled or ranked answers, of strings, messages or ids, in full length.
 
     The first row decides what all are; what answers have in common is in the prompt. With
-    `unpaired`, each pair becomes two labelled rows. ValueError: as of `prepare_supervised`, or the
-    dataset is not for this `learner`.
+    `unpaired`, each pair becomes two labelled rows. A dataset that is prepared is returned.
+    ValueError: as of `prepare_supervised`, or the dataset is not for this `learner`.
     """
     example = first_row(dataset)
     kind = kind_of_preferences(example, learner)
+    prepared_kind = "labelled" if unpaired and kind == "pair" else kind
+    features = FEATURES[prepared_kind]
+    if is_prepared(dataset, features):
+        return drop_derived_columns(dataset)
     warn_of_repeated_prompt(example, [name for name in ANSWERS if name in example])
     if kind == "pair":
         warn_of_equal_answers(example)
-    encode = partial(encode_preferences, kind=kind, encoder=encoder, unpaired=unpaired)
-    return prepared(dataset, encode, FEATURES, [kind, unpaired, encoder.digest], num_proc)
+    rows = RowEncoder(
+        encode=partial(encode_preferences, kind=kind, encoder=encoder, unpaired=unpaired),
+        columns=partial(answer_columns, kind=prepared_kind),
+        features=features,
+    )
+    return encode_dataset(dataset, rows, [kind, unpaired, encoder.digest], num_proc)
 
 
-@dataclass(frozen=True, kw_only=True)
-class PreferenceLimits:
-    """How long prompts and answers may be: options of the same names.
-
-    With the mode "drop", what is longer than `max_length` is left out instead of cut.
-    """
-
-    max_length: int | None = None
-    max_prompt_length: int | None = None
-    max_completion_length: int | None = None
-    truncation_mode: str = "keep_start"
-
-    def __str__(self) -> str:
-        return ", ".join(f"{name}={x}" for name, x in vars(self).items() if isinstance(x, int))
-
-    def lengths(self, prompts: np.ndarray, answers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens that are kept of prompts (rows,) and of their answers (rows, K)."""
-        prompts = np.minimum(prompts, self.max_prompt_length or sys.maxsize)
-        answers = np.minimum(answers, self.max_completion_length or sys.maxsize)
-        if self.max_length is None:
-            return prompts, answers
-        room = self.max_length - answers.max(axis=1)
-        if self.truncation_mode == "drop":
-            fits = prompts <= room
-            return prompts * fits, answers * fits[:, None]
-        if self.truncation_mode == "keep_end":
-            prompts = np.minimum(prompts, np.maximum(room, 1))
-        return prompts, np.clip(self.max_length - prompts[:, None], 0, answers)
-
-
-class AnswerDataset(ItemDataset):
-    """Prepared preferences, without those of which an answer has no tokens left.
-
-    An id that is not within the `bounds` of the model is a ValueError.
-    """
-
-    def __init__(self, table: Dataset, limits: PreferenceLimits, bounds: ModelBounds = NO_BOUNDS):
-        bounds.check_ids(table)
-        prompts, sizes, exists = preference_lengths(table)
-        kept, left = limits.lengths(prompts, sizes)
-        long, good = (kept < prompts) | (left < sizes).any(axis=1), left.min(axis=1) > 0
-        self._kept, self._left = kept[good], left[good]
-        answers, left = (sizes * exists).sum(axis=1), (left * exists).sum(axis=1)
-        trained_lost = answers.sum() - left[good].sum()
-        lost = int(prompts.sum() - kept[good].sum() + trained_lost), int(trained_lost)
-        rows = table if good.all() else table.select(np.flatnonzero(good))
-        report = CutReport.of(table, long, ~good, *lost)
-        longest = self._kept + self._left.max(axis=1, initial=0)
-        beyond = bounds.rows_beyond(longest, np.asarray(rows["source"][:]))
-        # The tokens that a model sees: those of the prompt once.
-        super().__init__(rows, (kept + left)[good], dataclasses.replace(report, beyond=beyond))
-        self.values: dict[str, np.ndarray] = {}  # (items, ...), besides what rows know
-        self.limits = limits
-
-    def item(self, at: int) -> AnswerGroup:
-        """Make an item."""
-        row, answers = self.rows[at], []
-        prompt = row["prompt_ids"][len(row["prompt_ids"]) - int(self._kept[at]) :]
-        keeps_end = self.limits.truncation_mode == "keep_end"
-        for ids, size in zip(row["answers_ids"], self._left[at].tolist(), strict=False):
-            stop = len(ids[: self.limits.max_completion_length]) if keeps_end else size
-            answers.append(ids[stop - size : stop])
-        known = {name: row[name] for name in ("margin", "label", "ranks") if row[name] is not None}
-        known |= {name: values[at].tolist() for name, values in self.values.items()}
-        return AnswerGroup(prompt, answers, row["source"], known)
-
-
-class MismatchedDataset(ItemDataset):
-    """Answers with a label, each with another example's answer after it (see `kl_partners`)."""
-
-    def __init__(self, answers: AnswerDataset, seed: int):
-        self._answers = answers
-        self.values = answers.values
-        sources = answers.rows["source"][:]
-        digests, lengths = answer_digests(answers.rows)
-        order = np.random.default_rng(seed).permutation(len(digests)).tolist()
-        partners = dict(kl_partners((digests[i], sources[i], i) for i in order))
-        self.partners = np.array([partners[i] for i in range(len(digests))])
-        super().__init__(answers.rows, answers.lengths + lengths[self.partners], answers.report)
-
-    def item(self, at: int) -> AnswerGroup:
-        other = self._answers[int(self.partners[at])]
-        return with_mismatched(self._answers[at], other, self._answers.limits)
-
-
-def answer_digests(table: Dataset) -> tuple[list[bytes], np.ndarray]:
-    """Digest and number of tokens of each answer, for rows with one answer each.
-
-    Two answers have equal digests if their ids are equal. A few rows are read at a time.
-    """
-    digests: list[bytes] = []
-    lengths: list[np.ndarray] = []
-    for batch in table.select_columns("answers_ids").with_format("arrow").iter(BATCH):
-        for answers in pc.list_flatten(batch["answers_ids"]).iterchunks():
-            tokens = answers.values.to_numpy()
-            offsets = answers.offsets.to_numpy()
-            lengths.append(np.diff(offsets))
-            for start, stop in pairwise(offsets.tolist()):
-                digests.append(blake2b(tokens[start:stop], digest_size=16).digest())
-    return digests, np.concatenate(lengths)
-
-
-def with_others(items: Iterator[AnswerGroup], limits: PreferenceLimits) -> Iterator[AnswerGroup]:
-    for one, other in kl_partners((tuple(x.answer_ids[0]), x.source, x) for x in items):
-        yield with_mismatched(one, other, limits)
-
-
-def with_mismatched(item: AnswerGroup, other: AnswerGroup, limits: PreferenceLimits) -> AnswerGroup:
-    """Put the answer of another item after that of an item, cut to the room that is left."""
-    room = max((limits.max_length or sys.maxsize) - len(item.prompt_ids), 1)
-    return dataclasses.replace(item, answer_ids=[*item.answer_ids, other.answer_ids[0][:room]])
-
-
-def preference_lengths(table: Dataset) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tokens of prompts (rows,) and answers (rows, K), the first's for one missing; which exist."""
-    groups = arrow_column(table, "answers_ids")
-    counts, sizes = items(groups), items(pc.list_flatten(groups))
-    column = np.arange(counts.max(initial=0))
-    exists = column < counts[:, None]
-    at = (np.cumsum(counts) - counts)[:, None] + column * exists
-    return items(arrow_column(table, "prompt_ids")), sizes[at], exists
+def drop_derived_columns(dataset: D) -> D:
+    """Leave out columns that depend on other rows, or on the reference: they are made anew."""
+    names = dataset.column_names or []
+    derived = [name for name in names if name == "kl_completion_ids" or name.startswith("ref_")]
+    return dataset.remove_columns(derived) if derived else dataset

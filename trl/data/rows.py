@@ -1,23 +1,18 @@
 """Items of prepared datasets, and the rows of a micro-batch that are made of them."""
 
 import dataclasses
-import itertools
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Self
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedTokenizerBase
 
 from ..ops.masking import pad_ragged
 from ..types import Mode, Prefix, Rows
-
-IGNORED = -100  # as a label
+from .examples import IGNORED, Example, make_group, ranks_of, reference_logps
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,51 +24,34 @@ class AnswerGroup:
     source: int  # row of the dataset it is made from
     values: dict[str, Any] = field(default_factory=dict)  # what is known of it besides
     counts: bool = True  # False: it only keeps a rank busy
+    origin: str = ""
+    labels: list[int] = field(default_factory=list)  # of a document, -100 for its first token
 
     def tokens(self) -> int:
         """Tokens a model sees, the prompt's once."""
         return len(self.prompt_ids) + sum(map(len, self.answer_ids))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Document(AnswerGroup):
-    """One row of supervised fine-tuning.
-
-    Its prompt is what stands before the first trained token, and its one answer ends with the last
-    one: tokens after it would be computed for nothing.
-    """
-
-    ids: np.ndarray  # (T,) int32
-    trained: np.ndarray  # (T,) bool; the first token is never predicted, so never trained
-    origin: str = ""  # the dataset of a mixture that the row is from, if it has a name
-
-    @classmethod
-    def of(cls, ids: np.ndarray, trained: np.ndarray, source: int, **known: Any) -> Self:
-        """Divide a row; `known` are further fields."""
-        places = np.flatnonzero(trained)
-        prompt, answer = ids[: places[0]].tolist(), ids[places[0] : places[-1] + 1].tolist()
-        values = {"loss_mask": trained[places[0] : places[-1] + 1]}
-        return cls(prompt, [answer], source, values, ids=ids, trained=trained, **known)
-
-    def __getitem__(self, name: str) -> list[int]:
-        """Its `input_ids`, or its `labels`, which are -100 where nothing is trained."""
-        columns = {"input_ids": self.ids, "labels": np.where(self.trained, self.ids, IGNORED)}
-        return list(columns[name].tolist())
-
-
-def shown(document: Document, tokenizer: PreTrainedTokenizerBase, tokens: int = 200) -> str:
-    """Write the first tokens of a document, the trained ones green, or in brackets."""
-    opening, closing = ("\x1b[32m", "\x1b[0m") if sys.stdout.isatty() else ("\u27ea", "\u27eb")
-    trained = document.trained[:tokens]
-    edges = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(trained)]
-    text = ""
-    for start, stop in itertools.pairwise(edges):
-        piece = tokenizer.decode(document.ids[start:stop].tolist())
-        text += f"{opening}{piece}{closing}" if trained[start] else piece
-    more = len(document.ids) - len(trained)
-    return (
-        f"row {document.source}, {document.trained.sum()} of {len(document.ids)} tokens trained "
-        f"(marked): {text}" + f" ... and {more} tokens" * bool(more)
+def item_of(example: Example) -> AnswerGroup:
+    """Make an item of an example."""
+    group = make_group(example)
+    values: dict[str, Any] = {}
+    if "labels" in example:
+        values["loss_mask"] = group.branches[0].loss_mask
+    elif "label" in example:
+        values["label"] = example["label"]
+    else:
+        values |= {"margin": example["margin"], "ranks": ranks_of(example)}
+    if any(name.startswith("ref_") for name in example):
+        values["ref_logps"] = reference_logps(example)
+    return AnswerGroup(
+        prompt_ids=list(group.prefix.ids),
+        answer_ids=[list(branch.ids) for branch in group.branches],
+        source=group.row,
+        values=values,
+        counts=not group.is_filler,
+        origin=group.origin,
+        labels=[IGNORED, *example["labels"][1:]] if "labels" in example else [],
     )
 
 
@@ -93,8 +71,9 @@ class AnswerRows:
     num_micro_batch_rows: int | None = None  # rows of the whole micro-batch
 
     @classmethod
-    def of(cls, items: Sequence[Any]) -> Self:
-        """Make rows of items of one dataset, documents or groups of answers."""
+    def of(cls, examples: Sequence[Any]) -> Self:
+        """Make rows of examples of one dataset, documents or groups of answers."""
+        items = [x if isinstance(x, AnswerGroup) else item_of(x) for x in examples]
         values = {name: _column([item.values[name] for item in items]) for name in items[0].values}
         lengths = [[len(ids) - (not g.prompt_ids) for ids in g.answer_ids] for g in items]
         values["lengths"] = pad_ragged(lengths, 0)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from itertools import chain, groupby
-from operator import add, itemgetter
+from operator import add, attrgetter, itemgetter
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -19,16 +19,26 @@ from .conversations import (
     check_roles,
 )
 from .encode import Ids, Marked, Masked, Options, Span, TextEncoder, template_options, whole_texts
+from .examples import IGNORED
 from .formats import Row
-from .rows import IGNORED
 from .templates import has_generation_markers
 
 Kind = Literal["tokenized", "completion", "messages", "text"]
-Encoded = tuple[Ids, np.ndarray, int, int, str]  # ids, mask (tokens,), source, merged, origin
 Target = tuple[str, list[Span], int]  # a text, what is trained of it, and which example it is of
 SOURCE_COLUMN = "dataset_source"  # of mixtures: the name of a row's dataset
 STAND_IN = "\u2042STAND\u2042IN\u2042"
 EMPTY_THINKING = re.compile(r"<think>\s*</think>\s*")
+
+
+@dataclass(slots=True)
+class EncodedDocument:
+    """An example, or a part of it, as token ids."""
+
+    input_ids: Ids
+    loss_mask: np.ndarray  # (tokens,) bool
+    merged: int  # tokens that begin before the part that is in the loss, and reach into it
+    example: int  # position of the example in its batch
+    origin: str  # the dataset of a mixture that it is from, or ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,8 +123,8 @@ class SupervisedOptions:
 
 def encode_supervised(
     rows: Sequence[Row], kind: Kind, encoder: TextEncoder, options: SupervisedOptions
-) -> list[Encoded]:
-    """Values of `prepare_supervised` by row: ids, mask (tokens,), source, merged and origin."""
+) -> list[EncodedDocument]:
+    """Encode examples; those with several turns may become several documents."""
     if kind == "completion":
         rows = [_aligned(row) for row in rows]
     return encode_aligned(rows, kind, encoder, options)
@@ -122,23 +132,26 @@ def encode_supervised(
 
 def encode_aligned(
     rows: Sequence[Row], kind: Kind, encoder: TextEncoder, options: SupervisedOptions
-) -> list[Encoded]:
+) -> list[EncodedDocument]:
     """`encode_supervised` for prompts and completions that were aligned, see `align_answers`."""
-    forms = [_is_chat(kind, row) for row in rows]
-    if len(set(forms)) > 1:  # as columns of JSON may be
-        return _of_both_forms(rows, forms, encoder, options)
-    sources = list(range(len(rows)))
-    if all(forms):
+    are_chats = [_is_chat(kind, row) for row in rows]
+    if len(set(are_chats)) > 1:  # as columns of JSON may be
+        return _of_both_forms(rows, are_chats, encoder, options)
+    examples: Sequence[int] = range(len(rows))
+    if all(are_chats):
         targets = _chats(rows, kind, encoder, options)
-        texts, spans, sources = (list(map(itemgetter(i), targets)) for i in range(3))
-        found = encoder.masked(texts, spans)
+        examples = [example for _, _, example in targets]
+        texts = [text for text, _, _ in targets]
+        masked = encoder.masked(texts, [spans for _, spans, _ in targets])
     elif kind == "tokenized":
-        found = [_tokenized(row, options) for row in rows]
+        masked = [_tokenized(row, options) for row in rows]
     else:
-        found = [encoder.closed(*row) for row in encoder.masked(*_texts(rows, kind, options))]
+        masked = [encoder.closed(*row) for row in encoder.masked(*_texts(rows, kind, options))]
     origins = [str(row.get(options.source_column, "")) for row in rows]
-    pairs = zip(found, sources, strict=True)
-    return [(ids, trained, i, merged, origins[i]) for (ids, trained, merged), i in pairs]
+    return [
+        EncodedDocument(ids, loss_mask, merged, example, origins[example])
+        for (ids, loss_mask, merged), example in zip(masked, examples, strict=True)
+    ]
 
 
 def _aligned(row: Row) -> Row:
@@ -147,15 +160,17 @@ def _aligned(row: Row) -> Row:
 
 
 def _of_both_forms(
-    rows: Sequence[Row], forms: Sequence[bool], encoder: TextEncoder, options: SupervisedOptions
-) -> list[Encoded]:
+    rows: Sequence[Row], are_chats: Sequence[bool], encoder: TextEncoder, options: SupervisedOptions
+) -> list[EncodedDocument]:
     """Encode prompts and completions of which some are text, and others messages."""
-    encoded: list[Encoded] = []
+    documents: list[EncodedDocument] = []
     for form in (False, True):
-        places = [place for place, is_chat in enumerate(forms) if is_chat is form]
-        part = encode_aligned([rows[place] for place in places], "completion", encoder, options)
-        encoded += [(ids, mask, places[i], *others) for ids, mask, i, *others in part]
-    return sorted(encoded, key=itemgetter(2))
+        positions = [i for i, is_chat in enumerate(are_chats) if is_chat is form]
+        some = [rows[position] for position in positions]
+        for document in encode_aligned(some, "completion", encoder, options):
+            document.example = positions[document.example]
+            documents.append(document)
+    return sorted(documents, key=attrgetter("example"))
 
 
 def _is_chat(kind: Kind, example: Mapping[str, Any]) -> bool:

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import EvalPrediction
 
-from ..data.rows import IGNORED, SupervisedRows
+from ..data.examples import IGNORED
+from ..data.rows import SupervisedRows
 from ..distributed import Ranks
 from ..torch_internals import tree_map
 from .lm_head import OutputHead
@@ -98,9 +99,9 @@ class LogitMetrics:
             if not document.counts:
                 return
             start = len(document.prompt_ids)
-            padded = logits.new_zeros(1, len(document.ids), logits.shape[1])
+            padded = logits.new_zeros(1, len(document.labels), logits.shape[1])
             padded[0, start - 1 + columns] = logits
-            labels = torch.tensor([document["labels"]], device=logits.device)
+            labels = torch.tensor([document.labels], device=logits.device)
             predictions = self._preprocess(padded, labels) if self._preprocess else padded
             self._rows.append((document.source, tree_map(_on_host, predictions), labels[0].cpu()))
 

@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from ..data.encode import TextEncoder
-from ..data.preference_rows import Learner, MismatchedDataset, with_others
+from ..data.preference_cutting import add_kl_answers, with_kl_answers
+from ..data.preference_rows import Learner
 from ..data.rows import AnswerRows
+from ..data.streams import PreparedStream
 from ..online.metrics import record_entropy
 from ..ops.masking import masked_sum
 from ..ops.preference_losses import kto_loss
@@ -19,7 +21,6 @@ from ..types import Mode, TokenScores
 from .base.best_metric import EVERY_EVALUATION, SIDES
 from .kto_config import KTOConfig
 from .model_card import Method
-from .offline.batches import ItemStream
 from .offline.preference_trainer import PreferenceTrainer
 
 logger = logging.get_logger(__name__)
@@ -70,13 +71,15 @@ class KTOTrainer(PreferenceTrainer):
         self, dataset: Any, encoder: TextEncoder, args: KTOConfig, mode: Mode
     ) -> Any:
         """Tokenize, cut to length, and choose the answers of the KL estimate."""
-        found = super().prepare_dataset(dataset, encoder, args, mode)
-        if isinstance(found, ItemStream):
-            arrange = partial(with_others, limits=args.limits) if args.estimates_kl else iter
-            return dataclasses.replace(found, arrange=arrange)
+        answers = self.cut_answers(dataset, encoder, args, mode)
+        if isinstance(answers, PreparedStream):
+            if args.estimates_kl:
+                answers.arrange = partial(add_kl_answers, limits=args.limits)
+            return answers
+        prepared = answers.checked(str(args.limits))
         if mode == "train":
-            advise_weights(np.asarray(found.rows["label"][:]), args)
-        return MismatchedDataset(found, args.seed) if args.estimates_kl else found
+            advise_weights(np.asarray(prepared["label"][:]), args)
+        return with_kl_answers(answers, args.limits, args.seed) if args.estimates_kl else prepared
 
     def before_step(self, batches: list[LabelledRows]) -> list[LabelledRows]:
         """Score with the reference, and estimate the KL divergence over the whole step.

@@ -7,8 +7,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from ..data.encode import TextEncoder
-from ..data.preference_rows import Learner, PreferenceLimits
+from ..data.preference_cutting import PreferenceLimits
+from ..data.preference_rows import Learner
 from ..data.rows import AnswerRows
+from ..data.streams import PreparedStream
 from ..models.packed_layout import plain_layout
 from ..models.scorer import Reader
 from ..models.unwrap import causal_model, score_layer
@@ -66,7 +68,8 @@ class RewardTrainer(OfflineTrainer):
     ) -> Any:
         """Tokenize, and leave out what is over `max_length`."""
         limits = PreferenceLimits(max_length=args.max_length, truncation_mode="drop")
-        return prepare_answers(dataset, encoder, args, limits, learner=self.learner)
+        answers = prepare_answers(dataset, encoder, args, limits, learner=self.learner)
+        return answers if isinstance(answers, PreparedStream) else answers.checked(str(limits))
 
     def weigh(self, rows: AnswerRows) -> Tensor:
         """Count the pairs (1,)."""

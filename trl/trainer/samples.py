@@ -11,7 +11,7 @@ from datasets import Dataset
 from transformers import GenerationConfig, TrainerCallback
 from transformers.utils import logging
 
-from ..data.rows import Document
+from ..data.examples import Example, make_group
 from ..generation.base import NAMED_OPTIONS, Sampling, row_seeds
 from ..generation.transformers.backend import TransformersBackend
 from ..imports import require
@@ -94,10 +94,10 @@ class Samples:
 def _prompts(trainer: BaseTrainer, tokenizer: Any, most: int | None) -> Prompts:
     data = trainer.eval_dataset
     data = next(iter(data.values())) if isinstance(data, Mapping) else data
-    if data is None or not hasattr(data, "__getitem__"):
+    if data is None or not isinstance(data, Dataset):
         raise ValueError("Drawing completions needs an eval_dataset with a length: pass one.")
     rows = [data[i] for i in range(min(len(data), most or len(data)))]
-    if isinstance(data, Dataset):  # of a trainer that generates; others have prepared tokens
+    if "prompt" in data.column_names:  # of a trainer that generates; others have prepared tokens
         return trainer.encode(rows)  # type: ignore[operator]
     ids = [found for row in rows if (found := _beginning(row))]
     if not ids:
@@ -108,13 +108,12 @@ def _prompts(trainer: BaseTrainer, tokenizer: Any, most: int | None) -> Prompts:
     return Prompts(messages=[tokenizer.decode(row) for row in ids], token_ids=ids)
 
 
-def _beginning(item: Any) -> list[int]:
-    """What comes before the answers of a prepared item, or the trained tokens of a document."""
-    item = item[0] if isinstance(item, list) else item
-    if not isinstance(item, Document):
-        return list(item.prompt_ids)
-    first = int(item.trained.argmax())
-    return item.ids[:first].tolist() if first > 1 else []  # nothing predicts a first token
+def _beginning(example: Example) -> list[int]:
+    """What comes before the answers of a prepared example, or the target tokens of a document."""
+    prefix = list(make_group(example).prefix.ids)
+    if "labels" in example and len(prefix) == 1:  # a whole text: nothing predicts its first token
+        return []
+    return prefix
 
 
 class LogCompletionsCallback(TrainerCallback):

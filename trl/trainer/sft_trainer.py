@@ -1,6 +1,7 @@
 """SFT: the cross-entropy of examples, each token computed once."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -9,9 +10,13 @@ from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 
+from ..data.cutting import DocumentLimits, cut_documents
 from ..data.encode import TextEncoder
-from ..data.prepare import LazySupervisedDataset, SupervisedDataset, first_row, prepare_supervised
-from ..data.rows import SupervisedRows, shown
+from ..data.examples import RowReader, format_document
+from ..data.lazy import is_lazy, lazy_documents
+from ..data.prepare import first_row, prepare_supervised
+from ..data.rows import SupervisedRows
+from ..data.streams import PreparedStream
 from ..data.supervised import SupervisedOptions
 from ..models.logit_metrics import LogitMetrics
 from ..online.metrics import record_accuracy, record_entropy
@@ -19,7 +24,6 @@ from ..ops.masking import masked_sum
 from ..types import Mode, TokenScores
 from .base.best_metric import EVERY_EVALUATION, TOKENS
 from .model_card import Method
-from .offline.batches import ItemStream
 from .offline.offline_trainer import OfflineTrainer
 from .sft_config import SFTConfig
 
@@ -83,23 +87,27 @@ class SFTTrainer(OfflineTrainer):
     ) -> Any:
         """Tokenize, mask and cut to length."""
         options = SupervisedOptions.of(args, self._formatting_func)
-        limits: dict[str, Any] = {
-            "max_length": args.max_length,
-            "long_rows": args.row_limit,
-            "bounds": encoder.bounds,
-        }
-        if isinstance(dataset, Dataset) and args.lazy_tokenization:
-            return LazySupervisedDataset(dataset, encoder, options, **limits)
-        table = prepare_supervised(dataset, encoder, options, args.dataset_num_proc)
-        if isinstance(table, Dataset):
-            words = f"max_length={args.max_length} (long_rows={args.row_limit!r})"
-            rows, options_text = SupervisedDataset(table, **limits), words * bool(args.max_length)
-            return rows.checked(options_text, options.advice(first_row(dataset)))
+        limits = DocumentLimits(
+            max_length=args.max_length, long_rows=args.row_limit, bounds=encoder.bounds
+        )
+        if isinstance(dataset, Dataset):
+            if is_lazy(dataset):
+                return dataset
+            if args.lazy_tokenization:
+                return lazy_documents(dataset, encoder, options, limits)
+        prepared = prepare_supervised(dataset, encoder, options, args.dataset_num_proc)
+        if isinstance(prepared, Dataset):
+            limits_text = ""
+            if args.max_length:
+                limits_text = f"max_length={args.max_length} (long_rows={args.row_limit!r})"
+            advice = options.advice(first_row(dataset))
+            return cut_documents(prepared, limits).checked(limits_text, advice)
         if args.wrapped_attends_across:
             raise ValueError("wrapped_attends_across=True cannot be used with a stream.")
         if args.row_limit == "wrapped":
-            limits["long_rows"] = "split"  # rows follow each other as they are read
-        return ItemStream(table, partial(SupervisedDataset, **limits))
+            # Rows follow each other as they are read.
+            limits = replace(limits, long_rows="split")
+        return PreparedStream(prepared, partial(cut_documents, limits=limits))
 
     def pack_size(self, mode: Mode) -> int | None:
         """`max_length`, if documents are packed."""
@@ -113,9 +121,13 @@ class SFTTrainer(OfflineTrainer):
 
     def begin_training(self) -> None:
         """Show documents, with what is trained."""
-        if isinstance(self.train_dataset, SupervisedDataset) and self.is_world_process_zero():
-            for place in range(min(SHOWN, len(self.train_dataset))):
-                print(shown(self.train_dataset[place], self.processing_class), flush=True)
+        dataset = self.train_dataset
+        if not isinstance(dataset, Dataset) or is_lazy(dataset):
+            return
+        if self.is_world_process_zero():
+            rows = range(min(SHOWN, len(dataset)))
+            for document in RowReader(dataset).__getitems__(list(rows)):
+                print(format_document(document, self.processing_class), flush=True)
 
     def loss_of(self, scores: TokenScores, rows: SupervisedRows) -> Tensor:
         """Return the sum of the losses of the trained tokens (1,)."""

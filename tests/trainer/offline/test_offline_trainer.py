@@ -82,7 +82,7 @@ def test_each_epoch_has_another_order(tmp_path):
     )
     seen = []
     collate = trainer.collate
-    trainer.collate = lambda items: seen.append([d.source for d in items]) or collate(items)
+    trainer.collate = lambda items: seen.append([d["source"] for d in items]) or collate(items)
     trainer.train()
     first, second = seen[:4], seen[4:8]
     for epoch in (first, second):
@@ -106,7 +106,7 @@ def test_what_runs_out_of_memory_is_computed_in_pieces(tmp_path):
     found = direction(trainer)
     assert max(sizes) == 8 and sum(size for size in sizes if size <= 3) == 8
     assert relative(found, expected) <= 1e-6
-    tokens = sum(map(len, [d.ids for d in map(trainer.train_dataset.__getitem__, range(8))]))
+    tokens = sum(map(len, trainer.train_dataset["input_ids"]))
     assert logged(trainer, "num_tokens") == [tokens]
 
 

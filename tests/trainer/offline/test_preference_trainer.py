@@ -11,6 +11,8 @@ from peft import LoraConfig
 from sft_runs import encoded, logged, relative
 from tiny import tiny_model
 
+from trl.data.examples import num_tokens
+
 MAKERS = {"DPO": dpo_runs.make_trainer, "KTO": kto_runs.make_trainer}
 both = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 
@@ -28,7 +30,7 @@ def test_the_reference_scores_the_pieces_of_training(tmp_path, make):
     trainer.answer_logps = watched
     trainer.train()
     assert len(tokens[True]) > 3 and len(tokens[False]) >= len(tokens[True])
-    longest = max(group.tokens() for group in map(trainer.train_dataset.__getitem__, range(8)))
+    longest = max(map(num_tokens, trainer.train_dataset))
     assert max(tokens[False]) <= max(40, longest)
     for label in ("chosen", "rejected"):
         assert logged(trainer, f"rewards/{label}") == [pytest.approx(0.0, abs=1e-6)]
@@ -36,7 +38,7 @@ def test_the_reference_scores_the_pieces_of_training(tmp_path, make):
 
 def test_what_is_cut_is_counted_and_not_trained_on(tmp_path, monkeypatch):
     told = []
-    monkeypatch.setattr("trl.data.prepare.logger.warning", told.append)
+    monkeypatch.setattr("trl.data.cutting.logger.warning", told.append)
     data = dpo_runs.pairs([("0123456789", "abcdef", "xy"), ("01", "a", "b"), ("01", "cd", "ef")])
     limits = {"max_prompt_length": 4, "max_completion_length": 3}
     trainer = dpo_runs.make_trainer(tmp_path, data, **limits)
@@ -116,7 +118,7 @@ def test_tools_of_a_column_are_in_the_prompt(tmp_path):
     for number, tools in enumerate((None, json.dumps([tool]))):
         data = Dataset.from_list([row | {"tools": tools}] * 2)
         made = dpo_runs.make_trainer(tmp_path / str(number), data, tokenizer=tokenizer)
-        shown.append(tokenizer.decode(made.train_dataset[0].prompt_ids))
+        shown.append(tokenizer.decode(made.train_dataset[0]["prompt_ids"]))
     assert "add" not in shown[0] and "add" in shown[1]
 
 
@@ -173,7 +175,7 @@ def test_the_update_is_the_same_and_the_reference_is_let_go(tmp_path):
     split = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 3}
     trainer = make(tmp_path, precompute_ref_batch_size=5, eval_dataset=pairs(), **split)
     trainer.begin_training()
-    assert trainer.train_dataset.values["ref_logps"].shape == (8, 2)
+    assert {"ref_chosen_logps", "ref_rejected_logps"} <= {*trainer.train_dataset.column_names}
     assert relative(gradient_of(trainer), expected[1]) <= BOUND
     assert trainer.reference is None
     found = trainer.evaluate()["eval_rewards/margins"]

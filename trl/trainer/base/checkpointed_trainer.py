@@ -130,12 +130,16 @@ class CheckpointedTrainer(Trainer):
                 self._chosen = resuming.choose_checkpoint(wanted, self.args, settings, self.ranks)
         return self._chosen
 
+    def stored_rows(self) -> Any:
+        """The stored rows that are trained on, by which checkpoints know the dataset."""
+        return self.train_dataset
+
     @cached_property
     def run_settings(self) -> dict[str, Any]:
         """What the outcome of the run depends on, by name: JSON values, read before training."""
         # Nothing wraps the model yet.
         facts = resuming.describe_options(self.args) | resuming.describe_model(self.model)
-        facts |= resuming.describe_dataset(self.train_dataset) | self.run_facts
+        facts |= resuming.describe_dataset(self.stored_rows()) | self.run_facts
         return {"trainer": type(self).__name__, resuming.PROCESSES: self.args.world_size} | facts
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:

@@ -154,7 +154,6 @@ def describe_options(args: Any) -> dict[str, Any]:
 
 def describe_dataset(dataset: Any) -> dict[str, Any]:
     """The number of rows, and a fingerprint of up to a thousand; of streams, of the first row."""
-    dataset = getattr(dataset, "rows", dataset)  # what prepared items were made of
     if isinstance(dataset, IterableDataset):
         first: dict[str, Any] = next(iter(dataset), {})
         return {"train_dataset's first row (fingerprint)": _digest([_json(first)])}

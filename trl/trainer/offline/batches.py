@@ -1,81 +1,24 @@
-"""A rank's micro-batches of a stream, prepared preferences, and predictions by row."""
+"""Prepared preferences, and predictions by row."""
 
 import warnings
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections import defaultdict
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from operator import itemgetter
-from typing import Any
 
 import numpy as np
 from datasets import Dataset, IterableDataset
 from torch import Tensor
-from torch.utils.data import IterableDataset as TorchIterableDataset
-from transformers.utils import logging
 
+from ...data.cutting import Cut
 from ...data.encode import TextEncoder
-from ...data.packing import MicroBatchSampler, share_of_rank
-from ...data.preference_rows import (
-    ANYONE,
-    OLD_NAMES,
-    AnswerDataset,
-    Learner,
-    PreferenceLimits,
-    prepare_preferences,
-)
-from ...data.prepare import ItemDataset, items_of
+from ...data.preference_cutting import PreferenceLimits, cut_preferences
+from ...data.preference_rows import ANYONE, OLD_NAMES, Learner, prepare_preferences
 from ...data.rows import AnswerRows
+from ...data.streams import PreparedStream
 from ...distributed import Ranks
 from ...ops.masking import pad_ragged
 from .offline_config import OfflineConfig
-
-logger = logging.get_logger(__name__)
-
-PACKED_AT_ONCE = 1000  # items of a stream
-
-
-@dataclass(eq=False)
-class ItemStream(TorchIterableDataset):  # type: ignore[type-arg]
-    """Micro-batches of one rank, of a stream of prepared rows that every rank reads in each epoch.
-
-    `cut` makes items of some rows, and `arrange` others of all of these. A micro-batch has so many
-    rows, items or packs of them; `limits` and `place` are as for `MicroBatchSampler`.
-    """
-
-    rows: IterableDataset
-    cut: Callable[[Dataset], ItemDataset]
-    arrange: Callable[[Iterator[Any]], Iterator[Any]] = iter
-    limits: tuple[int, int | None, int | None] = (1, None, None)  # rows, tokens, those of a pack
-    place: tuple[int, int] = (0, 1)
-
-    def set_epoch(self, epoch: int) -> None:
-        self.rows.set_epoch(epoch)
-
-    def _items(self, at_once: int) -> Iterator[Any]:
-        losses = Counter[str]()
-        for table in self.rows.with_format("arrow").iter(at_once):
-            yield from items_of(table, self.cut, losses)
-        if said := "; ".join(f"{number:,} {fate}" for fate, number in losses.items() if number):
-            logger.warning(f"Rows of the stream: {said}.")
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        rank, ranks = self.place
-        # Packs fit the better, the more items there are to choose from.
-        at_once = 2 * self.limits[0] * ranks if self.limits[2] is None else PACKED_AT_ONCE
-        held: list[Any] = []
-        items, is_over = self.arrange(self._items(at_once)), False
-        while not is_over:
-            read = list(islice(items, at_once))
-            is_over = len(read) < at_once
-            held = held + read
-            batches = MicroBatchSampler([x.tokens() for x in held], *self.limits).batches()
-            # The last micro-batch may still grow.
-            ready = len(batches) if is_over else max(len(batches) - 1, 0) // ranks * ranks
-            for batch in share_of_rank(batches[:ready], rank, ranks):
-                yield [held[i] if i >= 0 else replace(held[~i], counts=False) for i in batch]
-            held = [held[i] for batch in batches[ready:] for i in batch]
 
 
 def prepare_answers(
@@ -85,15 +28,14 @@ def prepare_answers(
     limits: PreferenceLimits,
     unpaired: bool = False,
     learner: Learner = ANYONE,
-) -> AnswerDataset | ItemStream:
-    """Encode preferences, cut them to length, say what was cut; it is an error if none is left."""
+) -> Cut | PreparedStream:
+    """Encode preferences and cut them to length."""
     if old := sorted(set(dataset.column_names or ()) & set(OLD_NAMES)):
-        words = ", ".join(f"{name} is now {OLD_NAMES[name]}" for name in old)
-        warnings.warn(f"Columns of the dataset: {words}.", FutureWarning, stacklevel=2)
-    table = prepare_preferences(dataset, encoder, unpaired, args.dataset_num_proc, learner)
-    if isinstance(table, IterableDataset):
-        return ItemStream(table, partial(AnswerDataset, limits=limits, bounds=encoder.bounds))
-    return AnswerDataset(table, limits, encoder.bounds).checked(str(limits))
+        renamed = ", ".join(f"{name} is now {OLD_NAMES[name]}" for name in old)
+        warnings.warn(f"Columns of the dataset: {renamed}.", FutureWarning, stacklevel=2)
+    prepared = prepare_preferences(dataset, encoder, unpaired, args.dataset_num_proc, learner)
+    cut = partial(cut_preferences, limits=limits, bounds=encoder.bounds)
+    return PreparedStream(prepared, cut) if isinstance(prepared, IterableDataset) else cut(prepared)
 
 
 class Predictions:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from ...data.preference_rows import PreferenceLimits
+from ...data.preference_cutting import PreferenceLimits
 from ...data.templates import clone_chat_template, read_template, take_template
 from ...models.loading import end_with
 from ...options import option

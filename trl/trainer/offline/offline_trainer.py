@@ -1,6 +1,5 @@
 """One training step for every trainer that learns from the examples of a dataset."""
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -14,8 +13,11 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from ...data.encode import TextEncoder
+from ...data.examples import Example, RowReader, token_counts
+from ...data.lazy import raw_rows
 from ...data.packing import MicroBatchSampler
 from ...data.rows import AnswerRows
+from ...data.streams import MicroBatchStream, PreparedStream
 from ...models.loading import model_bounds
 from ...models.logit_metrics import LogitMetrics
 from ...models.scorer import Reader
@@ -31,7 +33,7 @@ from ..base.policy import (
     prepare_policy,
 )
 from ..uncalled import OFFLINE
-from .batches import ItemStream, Predictions
+from .batches import Predictions
 from .offline_config import NO_LOGITS, UNSUPPORTED, OfflineConfig, set_template
 
 BUFFERED = 10_000  # rows of a stream that is shuffled
@@ -54,7 +56,8 @@ class OfflineTrainer(BaseTrainer):
     config_class: ClassVar[type[OfflineConfig]]
     uncalled_methods = OFFLINE
     rows_class: ClassVar[Any] = AnswerRows  # made of prepared items, for a micro-batch
-    _order: MicroBatchSampler | ItemStream | None = None  # of what is trained on
+    _order: MicroBatchSampler | MicroBatchStream | None = None  # of what is trained on
+    _reader: RowReader | None = None  # of what is trained on, unless it is a stream
     _predictions: Predictions | None = None  # while there is something to predict
     _tokens: Tensor | int = 0  # of the update that is being computed, on all ranks
 
@@ -86,8 +89,10 @@ class OfflineTrainer(BaseTrainer):
         check_additions(callbacks, optimizers)
         if train_dataset is None:
             raise ValueError("train_dataset is required.")
-        check_dataset("train_dataset", train_dataset)
-        if isinstance(train_dataset, IterableDataset) and args.max_steps <= 0:
+        if not isinstance(train_dataset, PreparedStream):
+            check_dataset("train_dataset", train_dataset)
+        streams = (IterableDataset, PreparedStream)
+        if isinstance(train_dataset, streams) and args.max_steps <= 0:
             raise ValueError("An iterable train_dataset has no length: set max_steps above 0.")
         policy = prepare_policy(
             *(model, args, processing_class, quantization_config, peft_config),
@@ -142,15 +147,15 @@ class OfflineTrainer(BaseTrainer):
         set_template(model, tokenizer, args)
 
     def prepare_dataset(self, dataset: Any, encoder: TextEncoder, args: Any, mode: Mode) -> Any:
-        """Turn a dataset into prepared items, or a stream into an `ItemStream`.
+        """Turn a dataset into a prepared one, or a stream into a `PreparedStream`.
 
         The trainer is not set up yet when its own datasets are prepared.
         """
         raise NotImplementedError
 
-    def collate(self, items: Sequence[Any]) -> Any:
-        """Make the rows of a micro-batch of prepared items."""
-        return self.rows_class.of(items)
+    def collate(self, examples: Sequence[Example]) -> Any:
+        """Make the rows of a micro-batch of examples."""
+        return self.rows_class.of(examples)
 
     def reader(self, model: nn.Module) -> Reader:
         """What reads the hidden states of rows, for ranks to agree on their layout."""
@@ -198,16 +203,16 @@ class OfflineTrainer(BaseTrainer):
     # --- Data ---
 
     def _prepared(self, dataset: Any, args: OfflineConfig, mode: Mode = "eval") -> Any:
-        """Prepare a dataset, or a dictionary of evaluation sets; what is prepared stays."""
+        """Prepare a dataset, or a dictionary of evaluation sets."""
         if isinstance(dataset, Mapping):
             return {name: self._prepared(one, args) for name, one in dataset.items()} or None
-        if dataset is None or hasattr(dataset, "rows"):
+        if dataset is None or isinstance(dataset, PreparedStream):
             return dataset
         check_dataset(f"{mode}_dataset", dataset)
-        found = self.prepare_dataset(dataset, self._encoder, args, mode)
-        if isinstance(found, ItemStream) and args.shuffle_dataset and mode == "train":
-            found.rows = found.rows.shuffle(seed=args.seed, buffer_size=BUFFERED)
-        return found
+        prepared = self.prepare_dataset(dataset, self._encoder, args, mode)
+        if isinstance(prepared, PreparedStream) and args.shuffle_dataset and mode == "train":
+            return prepared.shuffled(args.seed, BUFFERED)
+        return prepared
 
     def _loader(self, dataset: Any, mode: Mode) -> tuple[DataLoader[Any], Any]:
         args, place = self.args, self.ranks.data_shard
@@ -218,12 +223,15 @@ class OfflineTrainer(BaseTrainer):
         if count := args.dataloader_num_workers:
             shared |= {"num_workers": count, "prefetch_factor": args.dataloader_prefetch_factor}
             shared["persistent_workers"] = args.dataloader_persistent_workers
-        if isinstance(dataset, ItemStream):
-            stream = dataclasses.replace(dataset, limits=limits, place=place)
+        if isinstance(dataset, PreparedStream):
+            stream = MicroBatchStream(dataset, limits, place)
             return DataLoader(stream, batch_size=None, **shared), stream
         seed = args.order_seed if is_training else None
-        order = MicroBatchSampler(dataset.lengths, *limits, seed, place)
-        return DataLoader(dataset, batch_sampler=order, **shared), order
+        order = MicroBatchSampler(token_counts(dataset), *limits, seed, place)
+        reader = RowReader(dataset)
+        if is_training:
+            self._reader = reader
+        return DataLoader(reader, batch_sampler=order, **shared), order
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return a loader of this rank's micro-batches."""
@@ -238,9 +246,23 @@ class OfflineTrainer(BaseTrainer):
             eval_dataset = self.eval_dataset
         if eval_dataset is None:
             raise ValueError("There is no eval_dataset: pass one here, or to the trainer.")
-        return self._loader(self._prepared(eval_dataset, self.args), "eval")[0]
+        own = self.eval_dataset.values() if isinstance(self.eval_dataset, Mapping) else ()
+        if not any(eval_dataset is dataset for dataset in (self.eval_dataset, *own)):
+            eval_dataset = self._prepared(eval_dataset, self.args)
+        return self._loader(eval_dataset, "eval")[0]
 
     get_test_dataloader = get_eval_dataloader  # of `predict`
+
+    def stored_rows(self) -> Any:
+        """What is read of a stream, or encoded by a lazy dataset; see `CheckpointedTrainer`."""
+        dataset = self.train_dataset
+        return dataset.rows if isinstance(dataset, PreparedStream) else raw_rows(dataset)
+
+    def replace_train_dataset(self, dataset: Dataset) -> None:
+        """Train on another dataset of as many rows, such as one with further columns."""
+        self.train_dataset = dataset
+        if self._reader is not None:
+            self._reader.read_from(dataset)
 
     def begin_epoch(self) -> None:
         if self._order is not None:

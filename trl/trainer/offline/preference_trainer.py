@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
@@ -11,14 +12,18 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 import transformers
-from datasets import IterableDataset
+from datasets import Dataset, IterableDataset
 from datasets import config as cache
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from ...data.cutting import Cut
 from ...data.encode import TextEncoder
+from ...data.examples import RowReader, answers_of, token_counts
 from ...data.packing import MicroBatchSampler
+from ...data.preference_cutting import with_ref_logps
 from ...data.preference_rows import Learner
+from ...data.streams import PreparedStream
 from ...models.patches import attention_implementation
 from ...models.reference import FrozenCopy, ReferencePolicy, whole_weights
 from ...models.unwrap import causal_model
@@ -31,6 +36,7 @@ from .batches import prepare_answers
 from .offline_config import PreferenceConfig
 from .offline_trainer import OfflineTrainer
 
+READ_AT_ONCE = 1000  # rows of a dataset
 VERSION = 2  # of files of precomputed log-probabilities, changed with what is stored
 Values = dict[str, Tensor]
 Sides = Mapping[str, tuple[int, Tensor]]
@@ -47,6 +53,7 @@ class PreferenceTrainer(OfflineTrainer):
     args: PreferenceConfig
     learner: ClassVar[Learner]
     uncalled_methods = OFFLINE | PREFERENCE
+    train_dataset: Any
     unpairs: ClassVar[bool] = False  # whether a pair becomes two answers with a label
     _has_let_go = False  # of the reference
 
@@ -64,8 +71,17 @@ class PreferenceTrainer(OfflineTrainer):
         if self.args.needs_reference:
             self._make_reference(ref_model, model)
 
-    def prepare_dataset(self, dataset: Any, encoder: TextEncoder, args: Any, mode: Mode) -> Any:
+    def prepare_dataset(
+        self, dataset: Any, encoder: TextEncoder, args: Any, mode: Mode
+    ) -> Dataset | PreparedStream:
         """Tokenize prompts with their answers, and cut them to length."""
+        answers = self.cut_answers(dataset, encoder, args, mode)
+        return answers if isinstance(answers, PreparedStream) else answers.checked(str(args.limits))
+
+    def cut_answers(
+        self, dataset: Any, encoder: TextEncoder, args: Any, mode: Mode
+    ) -> Cut | PreparedStream:
+        """Tokenize prompts with their answers, and decide what is left of them."""
         option = "precompute_ref_log_probs=True"
         if args.precompute_ref_log_probs and self._has_let_go:
             raise ValueError(
@@ -88,28 +104,39 @@ class PreferenceTrainer(OfflineTrainer):
             self.reference, self._has_let_go = None, True
 
     def _precompute(self, reference: ReferencePolicy) -> None:
-        args, others = self.args, self.eval_dataset
-        rows = args.precompute_ref_batch_size or args.per_device_train_batch_size
-        limits = rows, args.max_tokens_per_micro_batch
-        found = others.values() if isinstance(others, Mapping) else [others]
         with reference.active(self.model) as model:
             weights = _digest_of_weights(reference)
-            for dataset in (self.train_dataset, *(x for x in found if x is not None)):
-                key = _key(weights, [limits, scoring_facts(args, model)], dataset)
-                path = Path(cache.HF_DATASETS_CACHE, "trl", f"reference-{key}.npy")
-                # Ranks with disks of their own might not all find it.
-                known = _read(path) if self.ranks.rank == 0 else None
-                known = self.ranks.gather_objects(known)[0]
-                if known is None:
-                    known = self._scored(dataset, model, limits)
-                    if self.ranks.rank == 0:
-                        _write(path, known)
-                dataset.values["ref_logps"] = known
+            score = partial(self._with_ref_logps, model=model, weights=weights)
+            self.replace_train_dataset(score(self.train_dataset))
+            if isinstance(self.eval_dataset, Mapping):
+                self.eval_dataset = {name: score(x) for name, x in self.eval_dataset.items()}
+            elif self.eval_dataset is not None:
+                self.eval_dataset = score(self.eval_dataset)
 
-    def _scored(self, dataset: Any, model: nn.Module, limits: tuple[int, int | None]) -> np.ndarray:
-        """Log-probabilities (items, K) of answers of a dataset; each rank computes its share."""
-        mine, batches = [], MicroBatchSampler(dataset.lengths, *limits, place=self.ranks.data_shard)
-        for rows in DataLoader(dataset, batch_sampler=batches, collate_fn=self.collate):
+    def _with_ref_logps(self, dataset: Dataset, model: nn.Module, weights: Any) -> Dataset:
+        """Add log-probabilities of answers to a dataset, computed now or by an equal run before."""
+        args = self.args
+        rows = args.precompute_ref_batch_size or args.per_device_train_batch_size
+        limits = rows, args.max_tokens_per_micro_batch
+        key = _key(weights, [limits, scoring_facts(args, model)], dataset)
+        path = Path(cache.HF_DATASETS_CACHE, "trl", f"reference-{key}.npy")
+        # Ranks with disks of their own might not all find it.
+        stored = _read(path) if self.ranks.rank == 0 else None
+        logps = self.ranks.gather_objects(stored)[0]
+        if logps is None:
+            logps = self._scored(dataset, model, limits)
+            if self.ranks.rank == 0:
+                _write(path, logps)
+        return with_ref_logps(dataset, logps, key)
+
+    def _scored(
+        self, dataset: Dataset, model: nn.Module, limits: tuple[int, int | None]
+    ) -> np.ndarray:
+        """Log-probabilities (rows, K) of answers of a dataset; each rank computes its share."""
+        mine = []
+        batches = MicroBatchSampler(token_counts(dataset), *limits, place=self.ranks.data_shard)
+        reader = RowReader(dataset)
+        for rows in DataLoader(reader, batch_sampler=batches, collate_fn=self.collate):
             self._agree_on(rows, model)
             found = self.frozen(model, rows.to(self.args.device))
             mine.append(found.cpu()[rows.values["counts"]])
@@ -185,13 +212,16 @@ def _digest_of_weights(reference: ReferencePolicy) -> Any:
     return found
 
 
-def _key(weights: Any, facts: list[Any], dataset: Any) -> str:
+def _key(weights: Any, facts: list[Any], dataset: Dataset) -> str:
     """What names all that log-probabilities depend on: digest of weights, facts, and tokens."""
     key, versions = weights.copy(), [VERSION, torch.__version__, transformers.__version__]
     key.update(json.dumps([versions, *facts], sort_keys=True, default=str).encode())
-    for item in map(dataset.__getitem__, range(len(dataset))):
-        for ids in (item.prompt_ids, *item.answer_ids):
-            key.update(np.array([len(ids), *ids], dtype=np.int32).tobytes())
+    reader = RowReader(dataset)
+    for start in range(0, len(dataset), READ_AT_ONCE):
+        rows = range(start, min(start + READ_AT_ONCE, len(dataset)))
+        for example in reader.__getitems__(list(rows)):
+            for ids in (example["prompt_ids"], *answers_of(example)):
+                key.update(np.array([len(ids), *ids], dtype=np.int32).tobytes())
     return str(key.hexdigest()[:32])
 
 
