@@ -7,20 +7,20 @@ from pathlib import Path
 SHOTS = "2+3=5\n4+1=5\n7+2=9\n"
 TRAIN_PAIRS = 57
 NOTE = (
-    "About half of the rise of sampled accuracy is sharpening: the policy stops drawing tokens it "
-    "already held unlikely. What lies above greedy before is learned."
+    "About half of the gain in sampled answers is sharpening: the policy stops drawing tokens that "
+    "it already considered unlikely. What exceeds the greedy accuracy before training was learned."
 )
 
 
 def pairs() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """All 81 pairs of digits 1 to 9, split once into disjoint training and held-out pairs."""
-    every = [(a, b) for a in range(1, 10) for b in range(1, 10)]
-    random.Random(0).shuffle(every)
-    return every[:TRAIN_PAIRS], every[TRAIN_PAIRS:]
+    """Split all 81 pairs of digits from 1 to 9 into training pairs and held-out pairs."""
+    all_pairs = [(a, b) for a in range(1, 10) for b in range(1, 10)]
+    random.Random(0).shuffle(all_pairs)
+    return all_pairs[:TRAIN_PAIRS], all_pairs[TRAIN_PAIRS:]
 
 
 def row(a: int, b: int) -> dict[str, str]:
-    """One dataset row; the reward function receives `answer` as a column."""
+    """Make one dataset row. The reward function receives the column `answer`."""
     return {"prompt": f"{SHOTS}{a}+{b}=", "answer": str(a + b)}
 
 
@@ -33,6 +33,6 @@ def write(folder: Path) -> None:
 
 
 def exact_sum(completions: list[str], answer: list[str], **kwargs) -> list[float]:
-    """1 if the first line of the completion is the sum, else 0."""
-    written = [text.split("\n")[0].strip() for text in completions]
-    return [float(text == right) for text, right in zip(written, answer, strict=True)]
+    """Reward 1 if the first line of a completion is the sum, else 0."""
+    first_lines = [text.split("\n")[0].strip() for text in completions]
+    return [float(line == total) for line, total in zip(first_lines, answer, strict=True)]

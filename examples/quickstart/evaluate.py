@@ -1,23 +1,39 @@
-"""How often a model answers held-out prompts rightly, sampled and greedy."""
+"""Measure how often a model answers held-out prompts correctly, with sampled and greedy answers."""
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
-SAMPLES = 8  # drawn for each held-out prompt
+SAMPLES = 8  # completions sampled for each held-out prompt
 
 
-def load(model_folder: Path) -> tuple[Any, Any]:
-    """Model and tokenizer, to generate with."""
+class Reward(Protocol):
+    """A reward function of completions and answers."""
+
+    def __call__(self, completions: list[str], answer: list[str]) -> list[float]: ...
+
+
+def load(model_folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a model and its tokenizer for generation."""
     tokenizer = AutoTokenizer.from_pretrained(model_folder, padding_side="left")
     return AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval(), tokenizer
 
 
-def complete(model: Any, tokenizer: Any, prompts: list[str], **options: Any) -> list[str]:
-    """What the model writes behind each prompt."""
+def complete(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: list[str],
+    **options: Any,
+) -> list[str]:
+    """Return the model's completions of the prompts; `options` are those of `generate`."""
     inputs = tokenizer(prompts, return_tensors="pt", padding=True)
     inputs = {name: inputs[name] for name in ("input_ids", "attention_mask")}
     with torch.no_grad():
@@ -28,23 +44,26 @@ def complete(model: Any, tokenizer: Any, prompts: list[str], **options: Any) -> 
 
 
 def completions(model_folder: Path, prompts: list[str], tokens: int) -> list[str]:
-    """The likeliest continuation of each prompt."""
+    """Return the greedy completion of each prompt."""
     return complete(*load(model_folder), prompts, do_sample=False, max_new_tokens=tokens)
 
 
-def accuracies(model_folder: Path, test_file: Path, reward: Any, tokens: int) -> dict[str, float]:
-    """Mean reward on the held-out rows: `sampled` at temperature 1, and `greedy`."""
+def accuracies(
+    model_folder: Path, test_file: Path, reward: Reward, tokens: int
+) -> dict[str, float]:
+    """Return the mean reward on held-out rows: `sampled` at temperature 1, and `greedy`."""
     model, tokenizer = load(model_folder)
     rows = [json.loads(line) for line in test_file.read_text().splitlines()]
     prompts = [row["prompt"] for row in rows]
     torch.manual_seed(0)
-    found = {}
-    for name, options in {
+    decoding_options = {
         "sampled": {"do_sample": True, "num_return_sequences": SAMPLES, "top_k": 0},
         "greedy": {"do_sample": False, "num_return_sequences": 1},
-    }.items():
+    }
+    mean_rewards = {}
+    for name, options in decoding_options.items():
         texts = complete(model, tokenizer, prompts, **options, max_new_tokens=tokens)
         answers = [row["answer"] for row in rows for _ in range(options["num_return_sequences"])]
         rewards = reward(completions=texts, answer=answers)
-        found[name] = sum(rewards) / len(rewards)
-    return found
+        mean_rewards[name] = sum(rewards) / len(rewards)
+    return mean_rewards

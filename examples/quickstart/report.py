@@ -1,4 +1,4 @@
-"""What the quickstart shows and leaves behind: reward curve, table, summary."""
+"""The results of a quickstart run: reward curve, table and summary."""
 
 import json
 from collections import defaultdict
@@ -9,17 +9,17 @@ from rich.table import Table
 
 
 def mean_rewards(folder: Path) -> dict[int, float]:
-    """Mean reward of each optimizer step, from the completions a run wrote."""
-    steps = defaultdict(list)
+    """Return the mean reward of each optimizer step, from the completions that a run wrote."""
+    rewards = defaultdict(list)
     with (folder / "completions" / "train.jsonl").open() as file:
         for line in file:
             record = json.loads(line)
-            steps[record["step"] + 1].append(record["reward"])
-    return {step: sum(values) / len(values) for step, values in sorted(steps.items())}
+            rewards[record["step"] + 1].append(record["reward"])
+    return {step: sum(values) / len(values) for step, values in sorted(rewards.items())}
 
 
 def draw_curve(runs: dict[str, Path], path: Path) -> None:
-    """Draw the reward of several runs over optimizer steps as a PNG."""
+    """Plot the mean reward of runs over optimizer steps, and save the plot as a PNG file."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -37,16 +37,17 @@ def draw_curve(runs: dict[str, Path], path: Path) -> None:
 
 
 def show_table(summary: dict[str, float], note: str) -> None:
-    """Print accuracy on held-out prompts, before and after, and how to read it."""
-    table = Table(title="Held-out prompts, share answered rightly")
+    """Print the accuracy on held-out prompts before and after training, and a note on it."""
+    table = Table(title="Share of held-out prompts answered correctly")
     for name in ("", "before", "after"):
         table.add_column(name, justify="left" if not name else "right")
-    for label, key in {
+    keys = {
         "sampled": "sampled",
         "greedy": "greedy",
         "control: random reward, sampled": "control_sampled",
         "control: random reward, greedy": "control_greedy",
-    }.items():
+    }
+    for label, key in keys.items():
         table.add_row(label, f"{summary[f'{key}_before']:.3f}", f"{summary[f'{key}_after']:.3f}")
     Console().print(table)
     Console().print(note, soft_wrap=True)

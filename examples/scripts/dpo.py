@@ -1,4 +1,4 @@
-"""Train on pairs of answers of which one is preferred, and measure it on others.
+"""DPO: train on pairs of a preferred and a rejected answer, and evaluate on held-out pairs.
 
 python examples/scripts/dpo.py MODEL FOLDER [STEPS]   # such as HuggingFaceTB/SmolLM2-135M
 """
@@ -14,7 +14,7 @@ THINGS = ("car", "house", "tree", "shoe", "cup", "door", "lamp", "bird")
 
 
 def pairs(things: tuple[str, ...]) -> Dataset:
-    """The same answer twice: as a list, which is preferred, and as a sentence."""
+    """Make pairs of the same answer as a list, which is preferred, and as a sentence."""
     rows = [
         {
             "prompt": f"What do you see? A {color} {thing}.\n",
@@ -28,7 +28,7 @@ def pairs(things: tuple[str, ...]) -> Dataset:
 
 
 def main(model: str, folder: str, steps: int) -> float:
-    """Train, and return the share of held-out pairs whose list is rewarded more."""
+    """Train, and return the share of held-out pairs in which the list has the higher reward."""
     args = DPOConfig(
         folder,
         max_steps=steps,

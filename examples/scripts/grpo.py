@@ -1,9 +1,9 @@
-"""GRPO: learn to think before answering, rewarded for the form of the completion alone.
+"""GRPO: learn to think before answering. The reward depends only on the format of completions.
 
     python examples/scripts/grpo.py --model_name_or_path Qwen/Qwen3-0.6B --output_dir output
         [--dataset_name trl-lib/DeepMath-103K] [--num_generations 8] [--use_vllm] [--use_peft]
 
-The dataset has the column `prompt`.
+The dataset needs the column `prompt`.
 """
 
 from trl import (

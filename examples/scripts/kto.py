@@ -1,4 +1,4 @@
-"""Train on answers that were marked as good or bad, and measure it on others.
+"""KTO: train on answers labeled as good or bad, and evaluate on held-out answers.
 
 python examples/scripts/kto.py MODEL FOLDER [STEPS]   # such as HuggingFaceTB/SmolLM2-135M
 """
@@ -16,21 +16,21 @@ BAD = ("Look {} up yourself.", "Who cares about {}?")
 
 
 def answers(things: tuple[str, ...]) -> Dataset:
-    """Every answer with its label."""
-    labelled = [(text, True) for text in GOOD] + [(text, False) for text in BAD]
+    """Make a row of each answer about each thing, with its label."""
+    labeled = [(text, True) for text in GOOD] + [(text, False) for text in BAD]
     rows = [
         {
             "prompt": f"Tell me about {thing}.\n",
             "completion": text.format(thing),
             "label": label,
         }
-        for thing, (text, label) in itertools.product(things, labelled)
+        for thing, (text, label) in itertools.product(things, labeled)
     ]
     return Dataset.from_list(rows)
 
 
 def main(model: str, folder: str, steps: int) -> float:
-    """Train, and return by how much held-out good answers are rewarded more than bad ones."""
+    """Train, and return the margin between rewards of good and bad held-out answers."""
     args = KTOConfig(
         folder,
         max_steps=steps,

@@ -1,11 +1,9 @@
-"""Online DPO: completions of a small model are compared by a judge, or by a reward model.
+"""Online DPO: a judge or a reward model compares pairs of completions of the policy.
 
     python examples/scripts/online_dpo.py --model_name_or_path Qwen/Qwen3-0.6B --output_dir output
-        [--dataset_name FOLDER_OR_HUB_ID] [--reward_model_name_or_path MODEL]
-        [--judge_url http://localhost:8000/v1 --judge_model NAME]
+        [--dataset_name NAME] [--reward_model_name_or_path MODEL] [--judge_url URL --judge_model NAME]
 
-A judge is any object with `judge(prompts, completions)`; `ServerJudge` asks a model behind an API
-like OpenAI's.
+A judge is any object with `judge(prompts, completions)`, such as a `ServerJudge`.
 """
 
 import json
@@ -28,10 +26,11 @@ class Options:
 
 
 class ServerJudge:
-    """Asks a model on a server; what it says besides 0 and 1 is no decision."""
+    """Asks a model behind an API like OpenAI's. A reply other than 0 or 1 is no decision (-1)."""
 
     def __init__(self, url: str, model: str):
-        self.url, self.model = url.rstrip("/") + "/chat/completions", model
+        self.url = url.rstrip("/") + "/chat/completions"
+        self.model = model
 
     def judge(self, prompts, completions):
         return [self.ask(prompt, *pair) for prompt, pair in zip(prompts, completions, strict=True)]
@@ -39,19 +38,20 @@ class ServerJudge:
     def ask(self, prompt, first, second):
         message = {"role": "user", "content": QUESTION.format(prompt, first, second)}
         body = json.dumps({"model": self.model, "messages": [message]}).encode()
-        key = os.environ.get("OPENAI_API_KEY", "")
-        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+        api_key = os.environ.get("OPENAI_API_KEY", "")
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {api_key}"}
         with urllib.request.urlopen(urllib.request.Request(self.url, body, headers)) as reply:
             text = json.load(reply)["choices"][0]["message"]["content"].strip()
         return {"0": 0, "1": 1}.get(text, -1)
 
 
 options, args, model = TrlParser((Options, OnlineDPOConfig, ModelConfig)).parse_args_and_config()
-reward = options.reward_model_name_or_path
+reward_model = options.reward_model_name_or_path
+judge = None if reward_model else ServerJudge(options.judge_url, options.judge_model)
 trainer = OnlineDPOTrainer(
     model=model.model_name_or_path,
-    reward_funcs=reward,
-    judge=ServerJudge(options.judge_url, options.judge_model) if reward is None else None,
+    reward_funcs=reward_model,
+    judge=judge,
     args=args,
     train_dataset=load_dataset_source(options.dataset_name)["train"],
     peft_config=get_peft_config(model),

@@ -1,4 +1,4 @@
-"""PPO with a reward model, or on a toy task: write digits.
+"""PPO: train with a reward model, or by default on the toy task of writing digits.
 
 python examples/scripts/ppo.py --model_name_or_path HuggingFaceTB/SmolLM2-135M --output_dir output
     [--dataset_name FOLDER_OR_HUB_ID] [--reward_model_name_or_path MODEL] [--value_model MODEL]
@@ -20,7 +20,7 @@ class Options:
 
 
 def digits(completions: list[str], **columns) -> list[float]:
-    """The share of characters that are digits."""
+    """Reward the share of characters that are digits."""
     return [sum(map(str.isdigit, text)) / max(len(text), 1) for text in completions]
 
 

@@ -1,4 +1,4 @@
-"""Train a reward model to prefer polite answers, and score answers it has not seen.
+"""Train a reward model to prefer polite answers, and evaluate it on held-out answers.
 
 python examples/scripts/reward.py MODEL FOLDER [STEPS]   # such as HuggingFaceTB/SmolLM2-135M
 """
@@ -16,7 +16,7 @@ RUDE = ("Look {} up yourself.", "Who cares about {}?")
 
 
 def pairs(things: tuple[str, ...]) -> Dataset:
-    """All combinations of a polite and a rude answer."""
+    """Make a pair of each polite and each rude answer about each thing."""
     rows = [
         {
             "prompt": f"Tell me about {thing}.\n",
@@ -29,7 +29,7 @@ def pairs(things: tuple[str, ...]) -> Dataset:
 
 
 def main(model: str, folder: str, steps: int) -> float:
-    """Train, and return the share of held-out pairs that are told apart."""
+    """Train, and return the share of held-out pairs in which the polite answer has more reward."""
     args = RewardConfig(
         folder,
         max_steps=steps,

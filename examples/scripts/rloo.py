@@ -1,9 +1,9 @@
-"""RLOO: learn to give the right final answer, with the rewards of sibling completions as baseline.
+"""RLOO: learn to give the right final answer. The other completions of a prompt are the baseline.
 
     python examples/scripts/rloo.py --model_name_or_path Qwen/Qwen3-0.6B --output_dir output
         [--dataset_name FOLDER_OR_HUB_ID] [--num_generations 8] [--use_vllm] [--use_peft]
 
-The dataset has the columns `prompt` and `answer`.
+The dataset needs the columns `prompt` and `answer`.
 """
 
 from dataclasses import dataclass
@@ -19,13 +19,13 @@ class Options:
     data_files: str | None = "prompts.jsonl"
 
 
-def right(completions, answer, **kwargs):
-    """1 where a completion, a string or messages, ends with the answer."""
-    texts = [text if isinstance(text, str) else text[-1]["content"] for text in completions]
-    return [
-        float(text.strip().endswith(str(wanted)))
-        for text, wanted in zip(texts, answer, strict=True)
-    ]
+def ends_with_answer(completions, answer, **kwargs):
+    """Reward 1 if a completion, text or messages, ends with the answer, else 0."""
+    rewards = []
+    for completion, expected in zip(completions, answer, strict=True):
+        text = completion if isinstance(completion, str) else completion[-1]["content"]
+        rewards.append(float(text.strip().endswith(str(expected))))
+    return rewards
 
 
 def main() -> None:
@@ -33,7 +33,7 @@ def main() -> None:
     files = {"data_files": options.data_files} if options.dataset_name == "json" else {}
     trainer = RLOOTrainer(
         model=model.model_name_or_path,
-        reward_funcs=right,
+        reward_funcs=ends_with_answer,
         args=args,
         train_dataset=load_dataset(options.dataset_name, split="train", **files),
         peft_config=get_peft_config(model),

@@ -1,4 +1,4 @@
-"""SFT: train on conversations or texts, packed without padding.
+"""SFT: train on conversations or texts. Rows are packed, so there is no padding.
 
 python examples/scripts/sft.py --model_name_or_path Qwen/Qwen3-0.6B-Base --output_dir output
     [--dataset_name trl-lib/Capybara] [--assistant_only_loss] [--max_length 2048] [--use_peft]
@@ -24,12 +24,12 @@ def main() -> None:
     options, args, model = parser.parse_args_and_config()
     files = {} if options.data_files is None else {"data_files": options.data_files}
     dataset = load_dataset(options.dataset_name, split="train", **files)
-    parts = dataset.train_test_split(options.eval_share, seed=args.seed)
+    splits = dataset.train_test_split(options.eval_share, seed=args.seed)
     trainer = SFTTrainer(
         model=model.model_name_or_path,
         args=args,
-        train_dataset=parts["train"],
-        eval_dataset=parts["test"],
+        train_dataset=splits["train"],
+        eval_dataset=splits["test"],
         peft_config=get_peft_config(model),
     )
     trainer.train()
