@@ -1,4 +1,4 @@
-"""Writes docs/architecture.md from what the modules of the package import and define.
+"""Write docs/architecture.md from the imports and classes of the package.
 
 python scripts/architecture.py           # writes the page
 python scripts/architecture.py --check   # fails when the page is stale
@@ -15,11 +15,17 @@ import structure
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE, PAGE = ROOT / "trl", ROOT / "docs" / "architecture.md"
-LEAVES = (
-    *("RLOOTrainer", "GRPOTrainer", "OnlineDPOTrainer", "PPOTrainer"),
-    *("SFTTrainer", "DPOTrainer", "KTOTrainer", "RewardTrainer"),
+TRAINERS = (
+    "RLOOTrainer",
+    "GRPOTrainer",
+    "OnlineDPOTrainer",
+    "PPOTrainer",
+    "SFTTrainer",
+    "DPOTrainer",
+    "KTOTrainer",
+    "RewardTrainer",
 )
-# Each guarantee: what it says, where it is kept, and what shows it.
+# For each guarantee, the module that implements it, and the test that checks it.
 GUARANTEES = {
     "every token once: completions share the forward pass of their prompt": (
         "models/packed_layout.py",
@@ -83,20 +89,22 @@ lower number.
 """
 
 
-def main(words: list[str]) -> int:
-    """Write the page, or compare it with what would be written."""
+def main(argv: list[str]) -> int:
+    """Write the page, or check that it is up to date; return the exit status."""
     text = page()
-    if "--check" in words:
-        stale = not PAGE.exists() or PAGE.read_text(encoding="utf-8") != text
-        print("docs/architecture.md is stale: run python scripts/architecture.py" * stale)
-        return int(stale)
+    if "--check" in argv:
+        is_current = PAGE.exists() and PAGE.read_text(encoding="utf-8") == text
+        if is_current:
+            return 0
+        print("docs/architecture.md is stale: run python scripts/architecture.py")
+        return 1
     PAGE.write_text(text, encoding="utf-8")
     return 0
 
 
 @cache
 def page() -> str:
-    """The text of docs/architecture.md."""
+    """Return the text of docs/architecture.md."""
     arrows = folder_arrows()
     return TEXT.format(
         picture=picture(arrows),
@@ -107,75 +115,83 @@ def page() -> str:
 
 
 def folder_of(module: str) -> str | None:
-    """The folder or file directly below the package that a module belongs to."""
+    """Return the folder or file directly below the package that a module belongs to."""
     parts = module.split(".")[1:]
     return parts[0] if parts else None
 
 
 def folder_arrows() -> dict[str, set[str]]:
-    """Which parts of the package each one imports."""
+    """Return, for each part of the package, the parts that it imports."""
     arrows: dict[str, set[str]] = {}
     for module, targets in structure.import_graph(PACKAGE, inside_functions=True).items():
-        own = folder_of(module)
-        if own is not None:
-            arrows.setdefault(own, set())
-            arrows[own] |= {folder_of(target) for target in targets} - {own, None}
+        part = folder_of(module)
+        if part is not None:
+            arrows.setdefault(part, set())
+            arrows[part] |= {folder_of(target) for target in targets} - {part, None}
     return arrows
 
 
 def picture(arrows: dict[str, set[str]]) -> str:
-    """Parts by level, the highest first: each points to what it imports of other parts."""
-    level: dict[str, int] = {}
-    while len(level) < len(arrows):
-        ready = [n for n in arrows if n not in level and arrows[n] <= level.keys()]
+    """Draw the parts by level, the highest first, each with an arrow to the parts it imports.
+
+    The level of a part is one above the highest level that it imports.
+    """
+    levels: dict[str, int] = {}
+    while len(levels) < len(arrows):
+        ready = [part for part in arrows if part not in levels and arrows[part] <= levels.keys()]
         if not ready:
-            raise ValueError(f"Folders import each other in a circle: {set(arrows) - set(level)}.")
-        level |= {n: 1 + max((level[t] for t in arrows[n]), default=-1) for n in ready}
+            circle = set(arrows) - set(levels)
+            raise ValueError(f"Folders import each other in a circle: {circle}.")
+        new_levels = {
+            part: 1 + max((levels[target] for target in arrows[part]), default=-1) for part in ready
+        }
+        levels |= new_levels
     width = max(map(len, arrows))
     rows = []
-    for height in sorted(set(level.values()), reverse=True):
-        for name in sorted(n for n in level if level[n] == height):
-            targets = sorted(arrows[name], key=lambda target: (-level[target], target))
+    for level in sorted(set(levels.values()), reverse=True):
+        for part in sorted(part for part in levels if levels[part] == level):
+            targets = sorted(arrows[part], key=lambda target: (-levels[target], target))
             arrow = f" -> {', '.join(targets)}" if targets else ""
-            rows.append(f"{height}  {name:<{width}}{arrow}".rstrip())
+            rows.append(f"{level}  {part:<{width}}{arrow}".rstrip())
     return "\n".join(["```text", *rows, "```"])
 
 
 def lines_table(parts: list[str]) -> str:
-    """Files and lines of each part, and what its first docstring says."""
+    """Make a table of the files and lines of each part, with the first line of its docstring."""
     rows = ["| part | files | lines, about | what |", "| --- | ---: | ---: | --- |"]
     for part in parts:
         folder = PACKAGE / part
         files = sorted(folder.rglob("*.py")) if folder.is_dir() else [PACKAGE / f"{part}.py"]
-        headline = files[0] if not folder.is_dir() else folder / "__init__.py"
-        said = ""
-        if headline.exists():
-            tree = ast.parse(headline.read_text(encoding="utf-8"))
-            said = (ast.get_docstring(tree) or "").splitlines()[:1]
-            said = said[0] if said else ""
-        count = sum(len(f.read_text(encoding="utf-8").splitlines()) for f in files)
-        rows.append(f"| `{part}` | {len(files)} | {round(count, -2):,} | {said} |")
+        main_file = folder / "__init__.py" if folder.is_dir() else files[0]
+        description = ""
+        if main_file.exists():
+            tree = ast.parse(main_file.read_text(encoding="utf-8"))
+            description = (ast.get_docstring(tree) or "").partition("\n")[0]
+        lines = sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
+        rows.append(f"| `{part}` | {len(files)} | {round(lines, -2):,} | {description} |")
     return "\n".join(rows)
 
 
 def class_tree() -> str:
-    """What each trainer inherits from, with lines of code and where it stands."""
+    """Make a table of the trainers' classes with their bases, lines of code and files."""
     classes = structure.classes_of(PACKAGE)
     rows = ["| class | inherits from | lines, about | file |", "| --- | --- | ---: | --- |"]
-    every = [found.name for name in LEAVES for found in structure.chain(classes, name)]
-    for name in sorted(dict.fromkeys(every), key=every.count):  # what all inherit from comes last
-        found = classes[name]
-        bases = ", ".join(f"`{base}`" for base in found.bases if base in classes)
-        place = found.module.replace(".", "/") + ".py"
-        rows.append(f"| `{name}` | {bases} | {round(found.lines, -1)} | `{place}` |")
+    names = [
+        ancestor.name for trainer in TRAINERS for ancestor in structure.chain(classes, trainer)
+    ]
+    for name in sorted(dict.fromkeys(names), key=names.count):  # the most common bases come last
+        class_ = classes[name]
+        bases = ", ".join(f"`{base}`" for base in class_.bases if base in classes)
+        file = class_.module.replace(".", "/") + ".py"
+        rows.append(f"| `{name}` | {bases} | {round(class_.lines, -1)} | `{file}` |")
     return "\n".join(rows)
 
 
 def guarantee_table() -> str:
-    """Each guarantee, the module that keeps it, and the test that shows it.
+    """Make a table of the guarantees, the modules that implement them, and their tests.
 
     Raises:
-        FileNotFoundError: if one of the files is gone.
+        FileNotFoundError: one of the files does not exist.
     """
     rows = ["| guarantee | kept by | shown by |", "| --- | --- | --- |"]
     for guarantee, (module, test) in GUARANTEES.items():

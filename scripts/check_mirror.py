@@ -6,15 +6,26 @@ import ast
 import sys
 from pathlib import Path
 
-# Tests of what is no single module: folders, and files.
+# Folders and files with tests of several modules, or of something other than a module.
 OTHER_FOLDERS = (
-    *("adapters", "distributed", "docs", "examples", "invariance", "package", "vllm_cpu"),
+    "adapters",
+    "distributed",
+    "docs",
+    "examples",
+    "invariance",
+    "package",
+    "vllm_cpu",
 )
 OTHER_FILES = (
-    *("cli/test_end_to_end.py", "ops/test_estimators.py", "ops/test_imports.py"),
-    *("ops/test_properties.py", "scripts/test_training_scripts.py"),
+    "cli/test_end_to_end.py",
+    "ops/test_estimators.py",
+    "ops/test_imports.py",
+    "ops/test_properties.py",
+    "scripts/test_training_scripts.py",
     "test_bad_inputs.py",
-    *("trainer/test_bema.py", "trainer/test_devices.py", "trainer/test_entropy_control.py"),
+    "trainer/test_bema.py",
+    "trainer/test_devices.py",
+    "trainer/test_entropy_control.py",
     "trainer/online/test_rollout_correction.py",
 )
 
@@ -39,12 +50,12 @@ def main(package: Path, tests: Path) -> int:
 
 
 def test_of(relative: Path, tests: Path) -> Path:
-    """Where the tests of a module belong."""
+    """Return the path of a module's tests."""
     return tests / relative.parent / f"test_{relative.name}"
 
 
 def has_code(path: Path) -> bool:
-    """Whether a module defines anything, besides what it imports and exports."""
+    """Return whether a module defines a function or class, rather than only importing some."""
     if path.name in ("__init__.py", "__main__.py"):
         return False
     tree = ast.parse(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""What the package is made of: modules, what they import, and chains of classes."""
+"""Analyze the package's sources: modules and their imports, classes and their attributes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAME_IN_PACKAGE = re.compile(r"trl(\.\w+)+")
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 Graph = dict[str, set[str]]
 BASE = "trl.trainer.base."
-OWNED_ABOVE = {"train_dataset", "eval_dataset"}  # of transformers.Trainer
+OWNED_BY_TRANSFORMERS = {"train_dataset", "eval_dataset"}  # attributes of its Trainer
 
 
 # --- Imports ---
@@ -25,11 +25,11 @@ OWNED_ABOVE = {"train_dataset", "eval_dataset"}  # of transformers.Trainer
 def imported(
     tree: ast.Module, relative: Path, inside_functions: bool = True
 ) -> Iterator[tuple[int, str]]:
-    """Yield line and absolute name of every import, those for type checkers excepted.
+    """Yield line and absolute name of every import, except under `TYPE_CHECKING`.
 
     Args:
         relative: the module's path below the package.
-        inside_functions: False leaves out what is imported when a function is called.
+        inside_functions: include imports that run when a function is called.
     """
     package = ["trl", *relative.parts[:-1]]
     for node in _import_statements(tree, inside_functions):
@@ -47,9 +47,9 @@ def imported(
 
 
 def named_modules(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Yield line and text of each string that is a dotted name in the package, docstrings excepted.
+    """Yield line and text of each string that is a dotted name in the package, except docstrings.
 
-    Such names are imported later, by `import_module` or `locate`: a class of "trl.trainer.x.Y".
+    Such names are imported later by `import_module` or `locate`, for example "trl.trainer.x.Y".
     """
     docstrings = {
         id(node.body[0].value)
@@ -78,81 +78,82 @@ def _import_statements(
 
 
 def import_graph(root: Path, inside_functions: bool = False) -> Graph:
-    """For each module below `root`, by its dotted name, the modules that it imports.
+    """Return, for each module below `root` by its dotted name, the modules that it imports.
 
-    A name that is imported from a package counts as its own module where there is one. What a
-    package's `__init__` is run for, on the way to a module in it, does not count.
+    A module imported from its package, as in `from trl.cli import parser`, counts. The `__init__`
+    of a package, which runs on the way to its modules, does not.
     """
-    names = {_dotted(path.relative_to(root)): path for path in sorted(root.rglob("*.py"))}
+    paths = {_dotted_name(path.relative_to(root)): path for path in sorted(root.rglob("*.py"))}
     graph: Graph = {}
-    for name, path in names.items():
-        tree, relative = ast.parse(path.read_text(encoding="utf-8")), path.relative_to(root)
+    for name, path in paths.items():
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        relative = path.relative_to(root)
         targets = {module for _, module in imported(tree, relative, inside_functions)}
-        targets |= {inner for _, inner in _names_of_packages(tree, relative, inside_functions)}
+        targets |= set(_names_imported_from(tree, relative, inside_functions))
         if inside_functions:
-            targets |= {_module_of(text, names) for _, text in named_modules(tree)}
-        graph[name] = {target for target in targets if target in names} - {name}
+            targets |= {_module_of(text, paths) for _, text in named_modules(tree)}
+        graph[name] = {target for target in targets if target in paths} - {name}
     return graph
 
 
-def _names_of_packages(
-    tree: ast.Module, relative: Path, inside_functions: bool
-) -> Iterator[tuple[str, str]]:
+def _names_imported_from(tree: ast.Module, relative: Path, inside_functions: bool) -> Iterator[str]:
+    """Yield the absolute dotted name of each name in `from ... import` statements."""
     package = ["trl", *relative.parts[:-1]]
     for node in _import_statements(tree, inside_functions):
         if isinstance(node, ast.ImportFrom) and node.module:
             base = package[: len(package) - node.level + 1] if node.level else []
             for alias in node.names:
-                yield alias.name, ".".join([*base, node.module, alias.name])
+                yield ".".join([*base, node.module, alias.name])
 
 
 def _module_of(name: str, modules: Collection[str]) -> str:
-    """The module that a dotted name is in; the name itself if there is none."""
+    """Return the module that a dotted name is in; the name itself if there is none."""
     parts = name.split(".")
     prefixes = [".".join(parts[:length]) for length in range(len(parts), 1, -1)]
     return next((prefix for prefix in prefixes if prefix in modules), name)
 
 
-def _dotted(relative: Path) -> str:
+def _dotted_name(relative: Path) -> str:
     parts = ["trl", *relative.with_suffix("").parts]
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def circles(graph: Graph) -> list[list[str]]:
-    """Groups of modules that import each other, directly or through others of the group."""
-    reached = {name: _reached(graph, name) for name in graph}
-    found = []
+    """Return the groups of modules that import each other, directly or through others."""
+    reachable = {name: _reachable(graph, name) for name in graph}
+    groups = []
     for name in sorted(graph):
-        group = sorted(other for other in reached[name] if name in reached[other])
+        group = sorted(other for other in reachable[name] if name in reachable[other])
         if group and group[0] == name:
-            found.append(group)
-    return found
+            groups.append(group)
+    return groups
 
 
-def _reached(graph: Graph, start: str) -> set[str]:
-    """All that a module imports, directly or not; itself if it is in a circle."""
-    found, waiting = set(), [start]
-    while waiting:
-        for target in graph[waiting.pop()] - found:
-            found.add(target)
-            waiting.append(target)
-    return found
+def _reachable(graph: Graph, start: str) -> set[str]:
+    """Return all modules that a module imports, directly or not; itself if it is in a circle."""
+    reachable: set[str] = set()
+    to_visit = [start]
+    while to_visit:
+        for target in graph[to_visit.pop()] - reachable:
+            reachable.add(target)
+            to_visit.append(target)
+    return reachable
 
 
 @functools.cache
 def modules_loaded(root: Path, name: str) -> list[str]:
-    """Modules of the package that a fresh process has after `from PACKAGE import NAME`."""
+    """Return the package's modules that `from PACKAGE import NAME` loads in a new process."""
     package = root.resolve().name
     code = (
         f"from {package} import {name}\nimport sys\n"
         f"print(*[m for m in sys.modules if (m + '.').startswith('{package}.')])"
     )
     command = [sys.executable, "-c", code]
-    place = root.resolve().parent
-    done = subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=600)
-    if done.returncode:
-        raise RuntimeError(f"from {package} import {name} failed: {done.stderr[-2000:]}")
-    return done.stdout.splitlines()[-1].split()
+    folder = root.resolve().parent
+    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600)
+    if result.returncode:
+        raise RuntimeError(f"from {package} import {name} failed: {result.stderr[-2000:]}")
+    return result.stdout.splitlines()[-1].split()
 
 
 # --- Classes ---
@@ -160,73 +161,83 @@ def modules_loaded(root: Path, name: str) -> list[str]:
 
 @dataclass
 class Class:
-    """A class of the package, and what its methods set and read on `self`."""
+    """A class of the package, and the attributes that its methods set and read on `self`."""
 
     name: str
     module: str
     bases: list[str]
     lines: int
-    is_data: bool
+    is_dataclass: bool
     sets: set[str] = field(default_factory=set)
     reads: set[str] = field(default_factory=set)
 
 
 def classes_of(root: Path) -> dict[str, Class]:
-    """All classes at the top of modules, by name."""
-    found = {}
+    """Return all classes at the top level of modules, by name."""
+    classes = {}
     for path in sorted(root.rglob("*.py")):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ClassDef):
-                found[node.name] = _class(node, _dotted(path.relative_to(root)))
-    return found
+                module = _dotted_name(path.relative_to(root))
+                classes[node.name] = _describe_class(node, module)
+    return classes
 
 
-def _class(node: ast.ClassDef, module: str) -> Class:
-    made = Class(
-        node.name,
-        module,
-        [ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases],
-        (node.end_lineno or node.lineno) - node.lineno + 1,
-        any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list),
+def _describe_class(node: ast.ClassDef, module: str) -> Class:
+    description = Class(
+        name=node.name,
+        module=module,
+        bases=[ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases],
+        lines=(node.end_lineno or node.lineno) - node.lineno + 1,
+        is_dataclass=any(
+            "dataclass" in ast.unparse(decorator) for decorator in node.decorator_list
+        ),
     )
     for inner in ast.walk(node):
         if isinstance(inner, ast.Attribute) and ast.unparse(inner.value) == "self":
-            (made.reads if isinstance(inner.ctx, ast.Load) else made.sets).add(inner.attr)
-    return made
+            is_read = isinstance(inner.ctx, ast.Load)
+            attributes = description.reads if is_read else description.sets
+            attributes.add(inner.attr)
+    return description
 
 
 def chain(classes: dict[str, Class], name: str) -> list[Class]:
-    """A class and those of the package that it inherits from, nearest first."""
-    found, waiting = [], [name]
-    while waiting:
-        current = classes.get(waiting.pop(0))
-        if current is not None and current not in found:
-            found.append(current)
-            waiting += current.bases
-    return found
+    """Return a class and the classes of the package that it inherits from, nearest first."""
+    ancestors: list[Class] = []
+    to_visit = [name]
+    while to_visit:
+        current = classes.get(to_visit.pop(0))
+        if current is not None and current not in ancestors:
+            ancestors.append(current)
+            to_visit += current.bases
+    return ancestors
 
 
 def attributes_set_elsewhere(root: Path) -> list[str]:
-    """Attributes that one class of a chain sets on `self` and another one reads.
+    """Return attributes that one class of an inheritance chain sets on `self` and another reads.
 
-    What the root of a chain sets is its subclasses' to read (above it may be protocols, which set
-    nothing), and for trainers what classes of `trainer/base` set; so are the fields of dataclasses,
-    and what `transformers.Trainer` owns.
+    Subclasses may read what the root of the chain sets (protocols above it set nothing), what
+    classes of `trainer/base` set, fields of dataclasses, and what `transformers.Trainer` owns.
     """
     classes = classes_of(root)
     readers: dict[tuple[str, str], set[str]] = defaultdict(set)
     for name in classes:
-        linked = chain(classes, name)
-        for owner in linked:
+        ancestors = chain(classes, name)
+        for owner in ancestors:
+            if owner.is_dataclass:
+                continue
             above_owner = chain(classes, owner.name)[1:]
-            is_root = not any(c.sets for c in above_owner) or owner.module.startswith(BASE)
-            for other in linked:
-                if other is owner or owner.is_data:
+            owner_is_root = not any(ancestor.sets for ancestor in above_owner)
+            may_be_read_below = owner_is_root or owner.module.startswith(BASE)
+            for other in ancestors:
+                if other is owner:
                     continue
-                above = owner in chain(classes, other.name)
-                for attribute in owner.sets & (other.reads - other.sets) - OWNED_ABOVE:
-                    if not (is_root and above):
-                        readers[owner.name, attribute].add(other.name)
+                is_subclass = owner in chain(classes, other.name)
+                if may_be_read_below and is_subclass:
+                    continue
+                shared = owner.sets & (other.reads - other.sets)
+                for attribute in shared - OWNED_BY_TRANSFORMERS:
+                    readers[owner.name, attribute].add(other.name)
     return [
         f"{owner}.{attribute} in {', '.join(sorted(names))}"
         for (owner, attribute), names in sorted(readers.items())
@@ -234,15 +245,16 @@ def attributes_set_elsewhere(root: Path) -> list[str]:
 
 
 def untyped_trainers(root: Path) -> list[str]:
-    """Functions with a parameter `trainer` whose type is `Any`, or not given."""
-    found = []
+    """Return the functions with a parameter `trainer` without a type, or of type `Any`."""
+    functions = []
     for path in sorted(root.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if not isinstance(node, FUNCTIONS):
                 continue
-            given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-            for argument in given:
-                kind = ast.unparse(argument.annotation) if argument.annotation else "Any"
-                if argument.arg.lstrip("_").endswith("trainer") and kind in ("Any", "object"):
-                    found.append(f"{path}:{node.lineno} {node.name}")
-    return found
+            parameters = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            for parameter in parameters:
+                is_trainer = parameter.arg.lstrip("_").endswith("trainer")
+                annotation = ast.unparse(parameter.annotation) if parameter.annotation else "Any"
+                if is_trainer and annotation in ("Any", "object"):
+                    functions.append(f"{path}:{node.lineno} {node.name}")
+    return functions

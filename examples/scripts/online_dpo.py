@@ -1,7 +1,7 @@
 """Online DPO: a judge or a reward model compares pairs of completions of the policy.
 
     python examples/scripts/online_dpo.py --model_name_or_path Qwen/Qwen3-0.6B --output_dir output
-        [--dataset_name NAME] [--reward_model_name_or_path MODEL] [--judge_url URL --judge_model NAME]
+        [--dataset_name ID] [--reward_model_name_or_path PATH] [--judge_url URL --judge_model ID]
 
 A judge is any object with `judge(prompts, completions)`, such as a `ServerJudge`.
 """

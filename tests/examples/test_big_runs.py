@@ -10,7 +10,7 @@ import yaml
 from forks import DEADLINE
 from workspace import ROOT, option_problems, write_inputs
 
-from trl.cli.launch import launch_options, split
+from trl.cli.launch import launch_options, split_arguments
 from trl.cli.memory_plan import make_parser, plan_of
 
 CONFIGS = ("rloo_7b_8_gpus", "rloo_70b_64_gpus")
@@ -32,9 +32,9 @@ def test_options_exist_and_the_plan_fits(name, monkeypatch):
     config = yaml.safe_load(path.read_text())
     assert option_problems(config) == []
     parser = make_parser("rloo")
-    script, launcher = split(parser, ["--config", str(path)])
-    options = launch_options(launcher)
-    plan = plan_of(parser, parser.read(script)[0], options)
+    arguments = split_arguments(parser, ["--config", str(path)])
+    options = launch_options(arguments.launcher_argv)
+    plan = plan_of(parser, parser.read(arguments.script_argv).values, options)
     assert plan.fits()
     assert plan.run.sharding.ranks == options["num_processes"] == plan.run.processes
     assert plan.run.rows * plan.run.processes // plan.run.group_size == 128  # prompts an update
