@@ -1,4 +1,4 @@
-"""Print the size bars of the package, and fail when one is exceeded."""
+"""Print the size limits of the package with the measured values; fail if a limit is exceeded."""
 
 from __future__ import annotations
 
@@ -12,20 +12,36 @@ from pathlib import Path
 
 import structure
 
-RUN = 6  # lines that two files must not share in a row
+SHARED_RUN = 6  # two files must not share as many consecutive lines
+# Nodes that add a branch to the cyclomatic complexity.
 BRANCHES = (
-    *(ast.If, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.IfExp, ast.Assert),
-    *(ast.comprehension, ast.match_case),
+    ast.Assert,
+    ast.AsyncFor,
+    ast.ExceptHandler,
+    ast.For,
+    ast.If,
+    ast.IfExp,
+    ast.While,
+    ast.comprehension,
+    ast.match_case,
 )
-
+# Tokens that are not code.
+IGNORED_TOKENS = (
+    tokenize.COMMENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+    tokenize.INDENT,
+    tokenize.NEWLINE,
+    tokenize.NL,
+)
 LOADED = 88  # modules that `from trl import RLOOTrainer` may load
 
 
 @dataclass(frozen=True)
 class Function:
-    """What is measured of one function."""
+    """The measurements of a function."""
 
-    place: str
+    location: str  # file, line and name
     name: str
     lines: int
     complexity: int
@@ -34,7 +50,7 @@ class Function:
 
 @dataclass(frozen=True)
 class Bar:
-    """A measured figure and its limit."""
+    """A measured value and its limit."""
 
     name: str
     measured: float
@@ -43,11 +59,12 @@ class Bar:
 
     @property
     def holds(self) -> bool:
+        """Whether the value is within the limit."""
         return self.measured <= self.limit
 
 
 def main(root: Path) -> int:
-    """Measure, print a table, and return the number of bars that do not hold."""
+    """Measure, print a table, and return the number of exceeded limits."""
     bars = measure(root)
     width = max(len(bar.name) for bar in bars)
     print(f"{'bar':<{width}}  {'limit':>7}  {'measured':>8}")
@@ -60,25 +77,31 @@ def main(root: Path) -> int:
 
 
 def measure(root: Path) -> list[Bar]:
-    """Take all figures of the package below `root`."""
+    """Measure the package below `root`."""
     texts = {path: path.read_text(encoding="utf-8") for path in sorted(root.rglob("*.py"))}
-    functions = [f for path, text in texts.items() for f in functions_of(path, text)]
-    lengths = sorted(f.lines for f in functions)
-    longest = max(functions, key=lambda f: f.lines)
-    branched = max(functions, key=lambda f: f.complexity)
-    wide = max((f for f in functions if f.name != "__init__"), key=lambda f: f.parameters)
-    file = max(texts, key=lambda path: len(texts[path].splitlines()))
+    functions: list[Function] = []
+    undocumented: list[str] = []
+    for path, text in texts.items():
+        functions += functions_of(path, text)
+        undocumented += undocumented_in(path, text)
+    lengths = sorted(function.lines for function in functions)
+    longest = max(functions, key=lambda function: function.lines)
+    most_complex = max(functions, key=lambda function: function.complexity)
+    # Constructors may have many parameters.
+    ordinary = [function for function in functions if function.name != "__init__"]
+    widest = max(ordinary, key=lambda function: function.parameters)
+    mean_parameters = sum(function.parameters for function in functions) / len(functions)
+    longest_file = max(texts, key=lambda path: len(texts[path].splitlines()))
+    file_lines = len(texts[longest_file].splitlines())
     shared = shared_runs(texts)
-    undocumented = [place for path, text in texts.items() for place in undocumented_in(path, text)]
-    lines = [(len(line), path) for path, text in texts.items() for line in text.splitlines()]
     bars = [
-        Bar("longest function, lines", longest.lines, 60, longest.place),
+        Bar("longest function, lines", longest.lines, 60, longest.location),
         Bar("function p90, lines", lengths[int(0.9 * (len(lengths) - 1))], 25),
-        Bar("highest complexity", branched.complexity, 10, branched.place),
-        Bar("most parameters", wide.parameters, 6, wide.place),
-        Bar("mean parameters", sum(f.parameters for f in functions) / len(functions), 2.2),
-        Bar("longest file, lines", len(texts[file].splitlines()), 400, str(file)),
-        Bar("longest line, characters", *_longest(lines)),
+        Bar("highest complexity", most_complex.complexity, 10, most_complex.location),
+        Bar("most parameters", widest.parameters, 6, widest.location),
+        Bar("mean parameters", mean_parameters, 2.2),
+        Bar("longest file, lines", file_lines, 400, str(longest_file)),
+        longest_line_bar(texts),
         Bar("runs of six lines shared by files", len(shared), 0, "; ".join(shared[:3])),
         Bar("public names without docstring", len(undocumented), 0, "; ".join(undocumented[:5])),
         Bar("configuration lines a field", config_lines(root), 6),
@@ -88,14 +111,15 @@ def measure(root: Path) -> list[Bar]:
 
 
 def structure_bars(root: Path) -> list[Bar]:
-    """Measure what modules import and what classes know of each other."""
+    """Measure the imports of modules, and attributes that classes share."""
     bars = []
     for name, inside_functions in (
         ("circles of imports", False),
         ("circles of imports, with those in functions", True),
     ):
-        found = structure.circles(structure.import_graph(root, inside_functions))
-        bars.append(Bar(name, len(found), 0, "; ".join(" <-> ".join(group) for group in found)))
+        circles = structure.circles(structure.import_graph(root, inside_functions))
+        where = "; ".join(" <-> ".join(group) for group in circles)
+        bars.append(Bar(name, len(circles), 0, where))
     shared = structure.attributes_set_elsewhere(root)
     bars.append(Bar("attributes set by another class", len(shared), 0, "; ".join(shared)))
     untyped = structure.untyped_trainers(root)
@@ -106,51 +130,63 @@ def structure_bars(root: Path) -> list[Bar]:
     return bars
 
 
-def _longest(lines: list[tuple[int, Path]]) -> tuple[int, int, str]:
-    length, path = max(lines, key=lambda line: line[0])
-    return length, 100, str(path)
+def longest_line_bar(texts: dict[Path, str]) -> Bar:
+    """Measure the longest line."""
+    length = 0
+    longest_path = Path()
+    for path, text in texts.items():
+        for line in text.splitlines():
+            if len(line) > length:
+                length = len(line)
+                longest_path = path
+    return Bar("longest line, characters", length, 100, str(longest_path))
 
 
 def functions_of(path: Path, text: str) -> list[Function]:
     """Measure every function of a module."""
-    found = []
+    functions = []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            count = parameters_of(node)
-            lines = (node.end_lineno or node.lineno) - node.lineno + 1
-            place = f"{path}:{node.lineno} {node.name}"
-            found.append(Function(place, node.name, lines, complexity(node), count))
-    return found
+            function = Function(
+                location=f"{path}:{node.lineno} {node.name}",
+                name=node.name,
+                lines=(node.end_lineno or node.lineno) - node.lineno + 1,
+                complexity=complexity(node),
+                parameters=parameters_of(node),
+            )
+            functions.append(function)
+    return functions
 
 
 def parameters_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Parameters of a function; a tuple that bundles several counts as all of them.
+    """Count the parameters of a function; a tuple of fixed length counts as all its elements.
 
-    Tuples of any length, as of tensors that a backward pass is handed, count as one.
+    Tuples of any length count as one.
     """
-    given = function.args
+    arguments = function.args
     count = 0
-    for argument in (*given.posonlyargs, *given.args, *given.kwonlyargs):
-        kind = ast.unparse(argument.annotation) if argument.annotation else ""
-        if argument.arg not in ("self", "cls"):
-            unpacked = 1 if "..." in kind else unpacked_to(function, argument.arg)
-            count += max(bundled_in(argument.annotation), unpacked)
+    for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
+        if argument.arg in ("self", "cls"):
+            continue
+        annotation = ast.unparse(argument.annotation) if argument.annotation else ""
+        unpacked_names = 1 if "..." in annotation else count_unpacked_names(function, argument.arg)
+        count += max(tuple_length(argument.annotation), unpacked_names)
     return count
 
 
-def bundled_in(annotation: ast.expr | None) -> int:
-    """Length of a tuple of fixed length, 1 for any other type."""
+def tuple_length(annotation: ast.expr | None) -> int:
+    """Return the length of a tuple type of fixed length; 1 for any other type."""
     if isinstance(annotation, ast.BinOp):  # such as `tuple[int, int] | None`
-        return max(bundled_in(annotation.left), bundled_in(annotation.right))
+        return max(tuple_length(annotation.left), tuple_length(annotation.right))
     if not isinstance(annotation, ast.Subscript) or ast.unparse(annotation.value) != "tuple":
         return 1
     inside = annotation.slice
-    parts = inside.elts if isinstance(inside, ast.Tuple) else [inside]
-    return 1 if ast.unparse(parts[-1]) == "..." else len(parts)
+    elements = inside.elts if isinstance(inside, ast.Tuple) else [inside]
+    return 1 if ast.unparse(elements[-1]) == "..." else len(elements)
 
 
-def unpacked_to(function: ast.AST, name: str) -> int:
-    """How many names a parameter is unpacked to, as in `a, b = bundle`."""
+def count_unpacked_names(function: ast.AST, name: str) -> int:
+    """Count the names that a parameter is unpacked to, as in `a, b = bundle`; at least 1."""
     targets = [
         target
         for node in ast.walk(function)
@@ -159,47 +195,51 @@ def unpacked_to(function: ast.AST, name: str) -> int:
         and node.value.id == name
         for target in node.targets
     ]
-    return max((len(t.elts) for t in targets if isinstance(t, ast.Tuple)), default=1)
+    lengths = [len(target.elts) for target in targets if isinstance(target, ast.Tuple)]
+    return max(lengths, default=1)
 
 
 def complexity(function: ast.AST) -> int:
-    """Cyclomatic complexity: one, plus one for each branch; nested functions have their own."""
+    """Return the cyclomatic complexity: 1, plus 1 per branch. Nested functions do not count."""
     total = 1
     nodes = list(ast.iter_child_nodes(function))
     while nodes:
         node = nodes.pop()
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             continue
-        total += isinstance(node, BRANCHES)
-        total += len(node.values) - 1 if isinstance(node, ast.BoolOp) else 0
+        if isinstance(node, BRANCHES):
+            total += 1
+        elif isinstance(node, ast.BoolOp):
+            total += len(node.values) - 1
         nodes += ast.iter_child_nodes(node)
     return total
 
 
 def shared_runs(texts: dict[Path, str]) -> list[str]:
-    """Find runs of lines that stand in more than one file; imports and short runs excepted."""
-    places: dict[tuple[str, ...], set[Path]] = defaultdict(set)
+    """Return runs of lines that several files share, except imports, comments and short runs."""
+    paths_of_run: dict[tuple[str, ...], set[Path]] = defaultdict(set)
     for path, text in texts.items():
         stripped = [line.strip() for line in text.splitlines()]
-        lines = [x for x in stripped if x and not x.startswith(("#", "import ", "from "))]
-        for start in range(len(lines) - RUN + 1):
-            run = tuple(lines[start : start + RUN])
+        ignored = ("#", "import ", "from ")
+        lines = [line for line in stripped if line and not line.startswith(ignored)]
+        for start in range(len(lines) - SHARED_RUN + 1):
+            run = tuple(lines[start : start + SHARED_RUN])
             if sum(map(len, run)) > 120:
-                places[run].add(path)
+                paths_of_run[run].add(path)
     return [
         f"{', '.join(map(str, sorted(paths)))}: {run[0][:40]}"
-        for run, paths in places.items()
+        for run, paths in paths_of_run.items()
         if len(paths) > 1
     ]
 
 
 def undocumented_in(path: Path, text: str) -> list[str]:
-    """Find public functions, classes and methods without a docstring.
+    """Return public functions, classes and methods without a docstring.
 
-    Methods that only fill in a described interface (overrides named with a leading underscore,
-    hooks of callbacks in private classes, dunders) need none.
+    Names with a leading underscore, what is in private classes, and bodies of at most two
+    statements need none.
     """
-    found = []
+    locations = []
     tree = ast.parse(text)
     nodes: list[tuple[ast.AST, str]] = [(node, "") for node in tree.body]
     while nodes:
@@ -209,37 +249,34 @@ def undocumented_in(path: Path, text: str) -> list[str]:
         if node.name.startswith("_"):
             continue
         if ast.get_docstring(node) is None and len(node.body) > 2:
-            found.append(f"{path}:{node.lineno} {owner}{node.name}")
+            locations.append(f"{path}:{node.lineno} {owner}{node.name}")
         if isinstance(node, ast.ClassDef):
             nodes += [(child, f"{node.name}.") for child in node.body]
-    return found
+    return locations
 
 
 def config_lines(root: Path) -> float:
-    """Lines of the configuration files for each field they declare, help included."""
-    worst = 0.0
+    """Return the most lines that a field of a configuration takes, including its help."""
+    most_lines = 0.0
     for path in (root / "trainer").glob("*_config.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.AnnAssign):
-                worst = max(worst, (node.end_lineno or node.lineno) - node.lineno + 1)
-    return worst
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                most_lines = max(most_lines, lines)
+    return most_lines
 
 
 def code_lines(text: str) -> set[int]:
-    """Lines that hold code, docstrings excepted."""
-    skipped = (
-        *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT),
-        *(tokenize.DEDENT, tokenize.ENDMARKER),
-    )
+    """Return the numbers of the lines with code, without docstrings."""
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type not in skipped:
+        if token.type not in IGNORED_TOKENS:
             lines.update(range(token.start[0], token.end[0] + 1))
     return lines - docstring_lines(text)
 
 
 def docstring_lines(text: str) -> set[int]:
-    """Lines of docstrings."""
+    """Return the numbers of the lines of docstrings."""
     lines: set[int] = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -250,7 +287,7 @@ def docstring_lines(text: str) -> set[int]:
 
 
 def comment_share(texts: dict[Path, str]) -> float:
-    """Comment lines divided by lines of code."""
+    """Return the number of comment lines divided by lines of code."""
     comments = sum(
         line.strip().startswith("#") for text in texts.values() for line in text.splitlines()
     )

@@ -1,7 +1,7 @@
-"""Which memory saving works on which engine with which adapter: docs/benchmarks/engines.md.
+"""Write docs/benchmarks/engines.md: which memory saving works with which engine and adapter.
 
-Nothing is typed: the cells are those that tests say they prove, by the marker `covers` that
-tests/distributed/README.md describes. Without `--check` the page is written.
+The cells come from tests that prove them, by the marker `covers` that tests/distributed/README.md
+describes. With `--check`, the page is compared instead of written.
 """
 
 from __future__ import annotations
@@ -24,15 +24,28 @@ FOLDERS = ("distributed", "adapters", "invariance")
 AXES: dict[str, tuple[str, ...]] = {
     "engine": ("ddp", "zero1", "zero2", "zero3", "fsdp1", "fsdp2"),
     "saving": (
-        *("training", "Online DPO", "PPO", "PPO with a value model"),
-        *("reference", "sync_ref_model", "shared_prefix", "logits_chunk_size"),
-        *("skip_zero_advantages", "reuse_sampling_logps", "generation_max_rows"),
-        *("gradient_checkpointing", "activation_offloading", "num_iterations", "recover_from_oom"),
-        *("ds3_gather_for_generation=true", "ds3_gather_for_generation=false", "resume"),
+        "training",
+        "Online DPO",
+        "PPO",
+        "PPO with a value model",
+        "reference",
+        "sync_ref_model",
+        "shared_prefix",
+        "logits_chunk_size",
+        "skip_zero_advantages",
+        "reuse_sampling_logps",
+        "generation_max_rows",
+        "gradient_checkpointing",
+        "activation_offloading",
+        "num_iterations",
+        "recover_from_oom",
+        "ds3_gather_for_generation=true",
+        "ds3_gather_for_generation=false",
+        "resume",
     ),
     "adapter": ("none", "lora", "qlora"),
 }
-METHODS = AXES["saving"][1:4]  # further trainers; the other rows are of RLOO
+METHODS = ("Online DPO", "PPO", "PPO with a value model")  # the other rows are of RLOO
 DEFAULTS = {"saving": "training", "adapter": "none"}
 INTRODUCTION = """# Engines, savings and adapters
 
@@ -46,70 +59,69 @@ of a new adapter is the base model, which cannot move. The [certificate](invaria
 results on one process.
 """
 SHARDED = ("zero3", "fsdp1", "fsdp2")  # engines for which `ds3_gather_for_generation` matters
+Cell = tuple[str, ...]  # engine, saving, adapter
 
 
 @dataclass(frozen=True)
 class Proof:
-    """A marker of a test.
+    """The cells that a marker of a test names."""
+
+    test: str  # file and function
+    cells: tuple[Cell, ...]
+    refused: str | None = None  # the reason, if the test shows that the cells are refused
+
+
+def cells_of(arguments: Mapping[str, Any], parameters: Mapping[str, Any]) -> list[Cell]:
+    """Return the cells that the arguments of a marker name.
 
     Args:
-        test (`str`): file and function.
-        cells (`tuple`): of engine, saving and adapter each.
-        refused (`str`, *optional*): why, if the test shows an error.
-    """
-
-    test: str
-    cells: tuple[tuple[str, str, str], ...]
-    refused: str | None = None
-
-
-def cells_of(marked: Mapping[str, Any], parameters: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Cells that the arguments of a marker name.
-
-    Args:
-        marked: arguments of `covers`; a list stands for each of its values, "$name" for the value
-            of a parameter.
-        parameters: of the test.
+        arguments: arguments of `covers`. A list stands for each of its values, and "$name" for the
+            value of a parameter.
+        parameters: parameters of the test.
 
     Raises:
-        ValueError: for a value or an argument that is not known.
+        ValueError: an argument or value is unknown.
     """
-    unknown = set(marked) - {*AXES, "refused"}
-    if unknown or "engine" not in marked:
-        raise ValueError(f"covers({', '.join(marked)}): it takes engine, saving, adapter, refused")
-    chosen = []
-    for axis, known in AXES.items():
-        given = marked.get(axis, DEFAULTS.get(axis))
-        values = [given] if isinstance(given, str) else list(given)
-        values = [parameters[v[1:]] if str(v).startswith("$") else v for v in values]
-        strange = [value for value in values if value not in known]
-        if strange:
-            raise ValueError(f"covers({axis}={strange[0]!r}): choose from {', '.join(known)}")
-        chosen.append(values)
-    return list(product(*chosen))
+    unknown_arguments = set(arguments) - {*AXES, "refused"}
+    if unknown_arguments or "engine" not in arguments:
+        names = ", ".join(arguments)
+        raise ValueError(f"covers({names}): it takes engine, saving, adapter, refused")
+    values_by_axis = []
+    for axis, legal_values in AXES.items():
+        argument = arguments.get(axis, DEFAULTS.get(axis))
+        values = [argument] if isinstance(argument, str) else list(argument)
+        values = [
+            parameters[value[1:]] if str(value).startswith("$") else value for value in values
+        ]
+        illegal_values = [value for value in values if value not in legal_values]
+        if illegal_values:
+            legal = ", ".join(legal_values)
+            raise ValueError(f"covers({axis}={illegal_values[0]!r}): choose from {legal}")
+        values_by_axis.append(values)
+    return list(product(*values_by_axis))
 
 
 class Collector:
-    """A plugin of pytest that reads the markers of the tests it finds."""
+    """A pytest plugin that reads the markers of the collected tests."""
 
     def __init__(self) -> None:
         self.proofs: list[Proof] = []
 
-    def pytest_collection_modifyitems(self, items: Iterable[Any]) -> None:
+    def pytest_collection_modifyitems(self, items: Iterable[pytest.Function]) -> None:
         """Read the markers; pytest calls this."""
-        for item in items:
-            parameters = item.callspec.params if hasattr(item, "callspec") else {}
-            test = f"{item.path.relative_to(ROOT).as_posix()}::{item.originalname}"
-            for marker in item.iter_markers("covers"):
+        for function in items:
+            parameters = function.callspec.params if hasattr(function, "callspec") else {}
+            test = f"{function.path.relative_to(ROOT).as_posix()}::{function.originalname}"
+            for marker in function.iter_markers("covers"):
                 cells = tuple(cells_of(marker.kwargs, parameters))
                 self.proofs.append(Proof(test, cells, marker.kwargs.get("refused")))
 
 
 def collect() -> list[Proof]:
-    """All proofs in the tests.
+    """Collect the proofs in the tests.
 
     Raises:
-        RuntimeError: if a test cannot be read.
+        RuntimeError: pytest cannot collect the tests.
     """
     collector = Collector()
     folders = [str(ROOT / "tests" / name) for name in FOLDERS if (ROOT / "tests" / name).exists()]
@@ -122,37 +134,37 @@ def collect() -> list[Proof]:
 
 
 def page(proofs: Iterable[Proof]) -> str:
-    """The page of the documentation.
+    """Make the page of the documentation.
 
     Raises:
-        ValueError: if one test shows that a cell works and another that it is refused.
+        ValueError: one test shows that a cell works, and another that it is refused.
     """
-    works: set[tuple[str, ...]] = set()
-    refused: dict[tuple[str, ...], str] = {}
-    tests: dict[str, set[tuple[str, ...]]] = {}
+    works: set[Cell] = set()
+    refused: dict[Cell, str] = {}
+    tests: dict[str, set[Cell]] = {}
     for proof in proofs:
         tests.setdefault(proof.test, set()).update(proof.cells)
         if proof.refused is None:
             works.update(proof.cells)
         else:
             refused |= dict.fromkeys(proof.cells, proof.refused)
-    both = works & refused.keys()
-    if both:
-        raise ValueError(f"{sorted(both)[0]} is said to work and to be refused")
+    contradictions = works & refused.keys()
+    if contradictions:
+        raise ValueError(f"{sorted(contradictions)[0]} is said to work and to be refused")
     reasons = sorted(set(refused.values()))
-    parts = [INTRODUCTION]
+    sections = [INTRODUCTION]
     for adapter in AXES["adapter"]:
         title = "Without adapter" if adapter == "none" else f"With {adapter_name(adapter)}"
-        parts.append(f"## {title}\n\n{_table(adapter, works, refused, reasons)}\n")
+        sections.append(f"## {title}\n\n{_table(adapter, works, refused, reasons)}\n")
     if reasons:
-        listed = "\n".join(f"{number}. {text}" for number, text in enumerate(reasons, 1))
-        parts.append(f"## Reasons\n\n{listed}\n")
-    parts.append(f"## Tests\n\n{_tests(tests)}\n")
-    return "\n".join(parts)
+        reason_lines = [f"{number}. {text}" for number, text in enumerate(reasons, 1)]
+        sections.append("## Reasons\n\n" + "\n".join(reason_lines) + "\n")
+    sections.append(f"## Tests\n\n{_tests(tests)}\n")
+    return "\n".join(sections)
 
 
 def adapter_name(adapter: str) -> str:
-    """As people write it."""
+    """Return the usual spelling of an adapter's name."""
     return {"lora": "LoRA", "qlora": "QLoRA"}[adapter]
 
 
@@ -163,30 +175,30 @@ def _markdown(rows: list[list[str]]) -> str:
 
 def _table(
     adapter: str,
-    works: set[tuple[str, ...]],
-    refused: Mapping[tuple[str, ...], str],
+    works: set[Cell],
+    refused: Mapping[Cell, str],
     reasons: list[str],
 ) -> str:
     rows = [["", *AXES["engine"]]]
     for saving in AXES["saving"]:
-        cells = [(engine, saving, adapter) for engine in AXES["engine"]]
         if saving in METHODS and adapter != "none":
             continue
-        words = [_word(cell, works, refused, reasons) for cell in cells]
-        rows.append([_named(saving), *words])
+        cells = [(engine, saving, adapter) for engine in AXES["engine"]]
+        texts = [_cell_text(cell, works, refused, reasons) for cell in cells]
+        rows.append([_row_title(saving), *texts])
     return _markdown(rows)
 
 
-def _named(saving: str) -> str:
+def _row_title(saving: str) -> str:
     if saving in METHODS:
         return saving
     return "training itself" if saving == "training" else f"`{saving}`"
 
 
-def _word(
-    cell: tuple[str, ...],
-    works: set[tuple[str, ...]],
-    refused: Mapping[tuple[str, ...], str],
+def _cell_text(
+    cell: Cell,
+    works: set[Cell],
+    refused: Mapping[Cell, str],
     reasons: list[str],
 ) -> str:
     engine, saving, _ = cell
@@ -194,27 +206,30 @@ def _word(
         return "yes"
     if cell in refused:
         return f"refused ({reasons.index(refused[cell]) + 1})"
-    return "same" if saving.startswith("ds3_") and engine not in SHARDED else "-"
+    if saving.startswith("ds3_") and engine not in SHARDED:
+        return "same"
+    return "-"
 
 
-def _tests(tests: Mapping[str, set[tuple[str, ...]]]) -> str:
+def _tests(tests: Mapping[str, set[Cell]]) -> str:
+    """Make a table of the tests with the values of their cells."""
     rows = [["test", *AXES]]
     for test, cells in sorted(tests.items()):
-        found = []
-        for place, known in enumerate(AXES.values()):
-            values = {cell[place] for cell in cells}
-            found.append(", ".join(value for value in known if value in values))
-        rows.append([f"`{test}`", *found])
+        columns = []
+        for index, legal_values in enumerate(AXES.values()):
+            values = {cell[index] for cell in cells}
+            columns.append(", ".join(value for value in legal_values if value in values))
+        rows.append([f"`{test}`", *columns])
     return _markdown(rows)
 
 
-def main(words: list[str] | None = None) -> int:
-    """Write the page, or compare it with the tests."""
+def main(argv: list[str] | None = None) -> int:
+    """Write the page, or compare it with the tests; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="fail if the page is out of date")
-    arguments = parser.parse_args(words)
+    options = parser.parse_args(argv)
     text = page(collect())
-    if not arguments.check:
+    if not options.check:
         PAGE.write_text(text, encoding="utf-8")
         return 0
     if PAGE.exists() and PAGE.read_text(encoding="utf-8") == text:

@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: pages of reference from docstrings and option metadata, formulas as MathML."""
+"""Hooks of mkdocs: make reference pages from docstrings and options, and formulas in MathML."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from pydoc import locate
 from typing import Any
 
 from latex2mathml.converter import convert
+from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 from trl.cli.commands import TRAINING
 from trl.cli.options import Option, option_groups, options_of
 
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', flags=re.DOTALL)
-# Page -> title and what it describes: a dataclass as a table of its options, all else by docstring.
-OTHERS = {
+# For each page besides those of trainers, its title and the objects it describes. A dataclass
+# is described by a table of its options, any other object by its docstring.
+OTHER_PAGES = {
     "models": (
         "Models and scripts",
         (
@@ -53,8 +55,8 @@ OTHERS = {
 }
 
 
-def on_files(files: Files, config: Any) -> Files:
-    """Add the pages of the reference, and the changelog."""
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the reference pages and the changelog."""
     for name, text in reference_pages().items():
         files.append(File.generated(config, f"reference/{name}.md", content=text))
     changelog = Path(config["docs_dir"]).parent / "CHANGELOG.md"
@@ -64,22 +66,18 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Show formulas without a script: browsers lay MathML out themselves."""
+    """Convert formulas to MathML, which browsers show without a script."""
     return FORMULA.sub(_as_mathml, html)
 
 
 def reference_pages() -> dict[str, str]:
-    """Name -> text of a page for each training command and of those in `OTHERS`."""
-    pages = {name: _page(title, paths) for name, (title, paths) in OTHERS.items()}
+    """Return the text of each page by its name: pages of trainers, and `OTHER_PAGES`."""
+    pages = {name: _page(title, paths) for name, (title, paths) in OTHER_PAGES.items()}
     for name, command in TRAINING.items():
         method = command.method
         trainer: Any = locate(method.trainer)
-        base = next(kind for kind in trainer.__bases__ if kind.__name__.endswith("Trainer"))
-        paths = (
-            command.method.trainer,
-            f"{base.__module__}.{base.__name__}",
-            command.method.config,
-        )
+        base = next(base for base in trainer.__bases__ if base.__name__.endswith("Trainer"))
+        paths = (method.trainer, f"{base.__module__}.{base.__name__}", method.config)
         pages[name.replace("-", "_")] = _page(trainer.__name__, paths)
     return pages
 
@@ -90,13 +88,14 @@ def _page(title: str, paths: tuple[str, ...]) -> str:
 
 
 def _section(path: str) -> str:
-    kind = locate(path)
-    if kind is None:
+    described: Any = locate(path)
+    if described is None:
         raise ValueError(f"{path}, which the reference describes, does not exist.")
-    if not is_dataclass(kind):
+    if not is_dataclass(described):
         return f"::: {path}"
     name = path.rpartition(".")[2]
-    tables = [_table(name, *group) for group in option_groups(options_of(kind))]  # type: ignore[arg-type]
+    groups = option_groups(options_of(described))  # type: ignore[arg-type]
+    tables = [_table(name, title, options) for title, options in groups]
     return f"### {name}\n\n" + "\n\n".join(tables)
 
 
@@ -107,16 +106,19 @@ def _table(owner: str, title: str, options: list[Option]) -> str:
 
 
 def _row(option: Option) -> str:
-    choices = f" One of {', '.join(f'`{c}`' for c in option.choices)}." if option.choices else ""
-    text = re.sub(r"\s+", " ", option.help).replace("%%", "%").replace("|", "\\|")
-    return f"| `{option.name}` | {_default(option)} | {text.strip()}{choices} |"
+    choices = ""
+    if option.choices:
+        choices = f" One of {', '.join(f'`{choice}`' for choice in option.choices)}."
+    help_text = re.sub(r"\s+", " ", option.help).replace("%%", "%").replace("|", "\\|")
+    return f"| `{option.name}` | {_default(option)} | {help_text.strip()}{choices} |"
 
 
 def _default(option: Option) -> str:
-    given = option.default
-    is_plain = given is None or isinstance(given, (bool, int, float, str, list, dict))
-    return f"`{given!r}`".replace("|", "\\|") if is_plain else ""
+    default = option.default
+    is_literal = default is None or isinstance(default, (bool, int, float, str, list, dict))
+    return f"`{default!r}`".replace("|", "\\|") if is_literal else ""
 
 
-def _as_mathml(found: re.Match[str]) -> str:
-    return convert(unescape(found[2].strip()), display="block" if found[1] == "div" else "inline")
+def _as_mathml(formula: re.Match[str]) -> str:
+    display = "block" if formula[1] == "div" else "inline"
+    return convert(unescape(formula[2].strip()), display=display)

@@ -303,12 +303,7 @@ def _assumption_notes(plan: Plan, script: ScriptArguments, training: BaseConfig)
     notes = []
     is_prompt_given = script.longest_prompt or getattr(training, "max_prompt_length", None)
     if run.prompt and not is_prompt_given:
-        rest = ""
-        if run.generates and run.prompt < ASSUMED_PROMPT:
-            rest = f", what max_completion_length leaves of the model's context of {context}"
-        notes.append(
-            f"Prompts are assumed to have up to {run.prompt} tokens{rest}; give --longest_prompt."
-        )
+        notes.append(_assumed_prompt_note(run, context))
     if getattr(script, "reward_model_name_or_path", None) is not None:
         notes.append("The reward model is not counted.")
     if context and length > context:
@@ -321,6 +316,13 @@ def _assumption_notes(plan: Plan, script: ScriptArguments, training: BaseConfig)
     if not plan.model.gated:
         notes.append("Layers are assumed to be like Llama's, with a gated MLP.")
     return notes
+
+
+def _assumed_prompt_note(run: RunSettings, context: int | None) -> str:
+    rest = ""
+    if run.generates and run.prompt < ASSUMED_PROMPT:
+        rest = f", what max_completion_length leaves of the model's context of {context}"
+    return f"Prompts are assumed to have up to {run.prompt} tokens{rest}; give --longest_prompt."
 
 
 def _sharding_notes(plan: Plan) -> list[str]:

@@ -340,14 +340,25 @@ class TrlParser(OneLineParser):
         try:
             converted = convert(value, option.annotation)
         except ConversionError as error:
-            has_commas = is_sequence(option.annotation) and "," in str(value)
-            hint = " Separate values by spaces." if has_commas and len(value) == 1 else ""
+            hint = _separator_hint(option, value)
             raise ConversionError(f"--{option.name}: {error}.{hint}") from None
-        for entry in converted if isinstance(converted, list) else [converted]:
-            if option.choices and entry is not None and entry not in option.choices:
-                legal = ", ".join(map(str, option.choices))
-                raise ConversionError(f"--{option.name}: {entry!r} is not one of {legal}.")
+        if option.choices:
+            _check_choices(option, converted)
         return converted
+
+
+def _separator_hint(option: Option, value: Any) -> str:
+    """Return advice for a list that was written with commas, such as `--reward_weights 1,2`."""
+    has_commas = is_sequence(option.annotation) and "," in str(value)
+    return " Separate values by spaces." if has_commas and len(value) == 1 else ""
+
+
+def _check_choices(option: Option, value: object) -> None:
+    """Raise a ConversionError if a value, or an entry of a list, is not one of the choices."""
+    for entry in value if isinstance(value, list) else [value]:
+        if entry is not None and entry not in option.choices:
+            legal = ", ".join(map(str, option.choices))
+            raise ConversionError(f"--{option.name}: {entry!r} is not one of {legal}.")
 
 
 def required_options_error(names: Sequence[str]) -> str:
