@@ -10,7 +10,7 @@ from pathlib import Path
 from forks import DEADLINE, Program
 from tiny import save_tiny
 
-from trl.cli.parser import launch_option_names
+from trl.cli.argv import launch_option_names
 from trl.cli.values import ConversionError, convert
 from trl.scripts import dpo, grpo, kto, online_dpo, ppo, reward, rloo, sft
 

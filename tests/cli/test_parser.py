@@ -7,12 +7,12 @@ from typing import ClassVar
 
 import pytest
 import yaml
-from accelerate.commands.launch import launch_command_parser
 from transformers import HfArgumentParser
 
 import trl
+from trl.cli.argv import to_argv
 from trl.cli.commands import commands_with
-from trl.cli.parser import ParsedOptions, TrlParser, launch_option_names, option_name, to_argv
+from trl.cli.parser import ParsedOptions, TrlParser
 from trl.cli.values import union_members
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.model_config import ModelConfig
@@ -359,20 +359,6 @@ def test_words_left_over_may_be_for_another_program():
         parser.check_unknown(["--num_prc", "2"], {"num_proc"})
     with pytest.raises(ValueError, match=r"^unexpected words: 2 3\.$"):
         parser.check_unknown(["2", "3"])
-
-
-def test_the_options_of_accelerate_are_those_of_its_parser():
-    words = [x for action in launch_command_parser()._actions for x in action.option_strings]
-    found = {option_name(word) for word in words if word.startswith("--")}
-    assert launch_option_names() == found | {"accelerate_config"}
-
-
-def test_names_in_words():
-    assert option_name("--num-processes=2") == option_name("--num_processes") == "num_processes"
-
-
-def test_options_to_argv():
-    assert to_argv({"a": 1, "b": [2, "c"]}) == ["--a", "1", "--b", "2", "c"]
 
 
 @dataclass

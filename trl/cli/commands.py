@@ -12,9 +12,10 @@ from pydoc import locate
 
 from ..imports import check_versions
 from ..suggestions import did_you_mean
+from .argv import launch_option_names, required_options_error
 from .methods import METHODS, Method
 from .options import class_from_source, option_actions, short_help
-from .parser import TrlParser, launch_option_names, required_options_error
+from .parser import TrlParser
 
 HELP_FLAGS = {"-h", "--help"}
 

@@ -26,9 +26,10 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from ..imports import is_available, require
 from ..process_group import has_accelerator
 from .accelerate_file import find_config, read_accelerate_config, shipped_configs
+from .argv import launch_option_names, option_name, to_argv
 from .exit import exit_like_worker, stopping_on_interrupt
 from .options import option_actions
-from .parser import INTERRUPTED, TrlParser, launch_option_names, option_name, to_argv
+from .parser import INTERRUPTED, TrlParser
 
 # Without a configuration, accelerate would guess these options and warn about it.
 SINGLE_MACHINE = {"num_machines": "1", "mixed_precision": "no", "dynamo_backend": "no"}

@@ -1,26 +1,20 @@
-"""Parse dataclasses from the command line and YAML files, with the true type of every option.
-
-In names of this folder, `argv` is a list of command-line arguments, as in `sys.argv[1:]`.
-"""
+"""Parse dataclasses from the command line and YAML files, with the true type of every option."""
 
 import argparse
-import ast
 import dataclasses
 import difflib
-import importlib.util
 import re
 import signal
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, dataclass
-from functools import cache
-from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 import yaml
 
 from ..suggestions import commonly_meant
+from .argv import option_name, required_options_error, to_argv
 from .options import Option, option_actions, option_groups, options_of
 from .values import ConversionError, convert, is_flag, is_sequence, read_config
 
@@ -256,14 +250,9 @@ class TrlParser(OneLineParser):
         hints_by_path: dict[str, list[str]] = {}  # the path is "" for the command line
         for name in unknown_names:
             path = self._config_paths.get(name, "")
-            dashes = "" if path else "--"
-            hint = self._name_with_hint(name, legal_names, dashes)
+            hint = self._name_with_hint(name, legal_names, dashes="" if path else "--")
             hints_by_path.setdefault(path, []).append(hint)
-        errors = []
-        for path, hints in hints_by_path.items():
-            subject = f"{path}: unknown key" if path else "unknown option"
-            plural = "s" if len(hints) > 1 else ""
-            errors.append(f"{subject}{plural} {', '.join(hints)}")
+        errors = [_unknown_names_error(path, hints) for path, hints in hints_by_path.items()]
         return f"{'; '.join(errors)}."
 
     def _name_with_hint(self, name: str, legal_names: list[str], dashes: str) -> str:
@@ -347,6 +336,13 @@ class TrlParser(OneLineParser):
         return converted
 
 
+def _unknown_names_error(path: str, hints: list[str]) -> str:
+    """Return the error for unknown keys of a file, or unknown options if the path is empty."""
+    subject = f"{path}: unknown key" if path else "unknown option"
+    plural = "s" if len(hints) > 1 else ""
+    return f"{subject}{plural} {', '.join(hints)}"
+
+
 def _separator_hint(option: Option, value: Any) -> str:
     """Return advice for a list that was written with commas, such as `--reward_weights 1,2`."""
     has_commas = is_sequence(option.annotation) and "," in str(value)
@@ -361,46 +357,9 @@ def _check_choices(option: Option, value: object) -> None:
             raise ConversionError(f"--{option.name}: {entry!r} is not one of {legal}.")
 
 
-def required_options_error(names: Sequence[str]) -> str:
-    """Return the error for required options that were not given."""
-    options = [f"--{name}" for name in names]
-    if len(options) == 1:
-        return f"{options[0]} is required."
-    return f"{', '.join(options[:-1])} and {options[-1]} are required."
-
-
 def _init_fields(dataclass_type: type) -> dict[str, dataclasses.Field[Any]]:
     return {field.name: field for field in dataclasses.fields(dataclass_type) if field.init}
 
 
 def _has_default(field: dataclasses.Field[Any]) -> bool:
     return field.default is not MISSING or field.default_factory is not MISSING
-
-
-def option_name(argument: str) -> str:
-    """Return the name of the option in an argument such as "--num-processes=2"."""
-    return argument.removeprefix("--").split("=")[0].replace("-", "_")
-
-
-def to_argv(values: Mapping[str, Any]) -> list[str]:
-    """Write options as command-line arguments."""
-    argv: list[str] = []
-    for name, value in values.items():
-        entries = value if isinstance(value, (list, tuple)) else [value]
-        argv += [f"--{name}", *map(str, entries)]
-    return argv
-
-
-@cache
-def launch_option_names() -> frozenset[str]:
-    """Return the options of `accelerate launch`, read from its source, and `accelerate_config`."""
-    spec = importlib.util.find_spec("accelerate")
-    source = Path(str(spec and spec.origin)).parent / "commands" / "launch.py"
-    option_strings = {
-        str(argument.value)
-        for node in ast.walk(ast.parse(source.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument"
-        for argument in node.args
-        if isinstance(argument, ast.Constant) and str(argument.value).startswith("--")
-    }
-    return frozenset({"accelerate_config", "help", *map(option_name, option_strings)})

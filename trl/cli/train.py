@@ -27,10 +27,11 @@ from ..trainer.model_config import (
     tokenizer_source,
 )
 from .arguments import OnlineScriptArguments, PPOScriptArguments, ScriptArguments
+from .argv import launch_option_names, to_argv
 from .exit import check_output_dir, one_line_errors, print_success, rank, warn_of_missing_ranks
 from .files import AnyDataset, Splits, load_dataset_source
 from .mixture import DatasetMixtureConfig, get_dataset, hold_out
-from .parser import ParsedOptions, TrlParser, launch_option_names, to_argv
+from .parser import ParsedOptions, TrlParser
 
 RewardFunction = Callable[..., Any]
 

@@ -9,6 +9,7 @@ import os
 import re
 import types
 import typing
+from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -125,10 +126,8 @@ def _convert_to_member(value: object, member: object) -> Any:
         return _to_number(value, base)
     if base is dict:
         return _to_dict(value, member)
-    if base is bool:
-        return _to_bool(value)
-    if base is str:
-        return _to_str(value)
+    if base in _SIMPLE_CONVERTERS:
+        return _SIMPLE_CONVERTERS[base](value)
     if isinstance(base, type) and issubclass(base, Enum):
         return _to_enum_value(value, base)
     raise ConversionError(f"{value!r} cannot be given here")
@@ -196,6 +195,9 @@ def _convert_scientific_numbers(value: object) -> object:
     if isinstance(value, str) and SCIENTIFIC_NUMBER.fullmatch(value):
         return float(value)
     return value
+
+
+_SIMPLE_CONVERTERS: dict[object, Callable[[object], bool | str]] = {bool: _to_bool, str: _to_str}
 
 
 def _to_choice(value: object, choices: tuple[Any, ...]) -> Any:
