@@ -192,7 +192,8 @@ class ActivationOffloading:
 def _address(tensor: Tensor) -> int:
     """Return the address of a tensor's storage; of a DTensor, that of this rank's shard."""
     local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local.untyped_storage().data_ptr()
+    address: int = local.untyped_storage().data_ptr()
+    return address
 
 
 def keep_attention(model: nn.Module) -> None:

@@ -180,10 +180,7 @@ def summing_in_float32(module: nn.Module) -> Run:
 
 
 class _GradientSum(torch.autograd.Function):
-    """A node at which autograd sums gradients of a parameter in float32.
-
-    Its output has the parameter's shape, but takes no memory; nothing reads its values.
-    """
+    """Sums gradients of a parameter in float32; the output takes no memory, and is never read."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, parameter: Tensor) -> Tensor:
@@ -210,8 +207,7 @@ class _UseParameter(torch.autograd.Function):
 class Float32Linear(nn.Linear):
     """A linear layer that computes in float32 even inside autocast, with the weights of another.
 
-    Args:
-        linear: the layer whose weight (V, H), and bias (V,) if it has one, become float32.
+    The weight (V, H) and bias (V,) of that layer become float32.
     """
 
     def __init__(self, linear: nn.Linear) -> None:

@@ -1,16 +1,14 @@
 """Load the policy, its tokenizer and its adapter, and prepare them for training."""
 
 import copy
-import json
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import transformers
-from safetensors import safe_open
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -26,7 +24,6 @@ from transformers.utils.peft_utils import find_adapter_config_file
 from ..data.bounds import ModelBounds
 from ..imports import is_available, require
 from ..sources import check_model_name, raise_if_missing
-from .reference import REFERENCE_ADAPTER
 from .unwrap import causal_model, is_peft_model
 from .weights import is_quantized
 
@@ -37,8 +34,6 @@ if TYPE_CHECKING:
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
-# Options that change what an adapter computes without changing the shapes of its tensors.
-SCALES = ("peft_type", "lora_alpha", "alpha_pattern", "use_rslora")
 MOST_NAMED = 5
 VOCABULARIES = ("tokenizer.json", "*.model", "vocab*", "*.tiktoken", "tekken.json")
 
@@ -147,10 +142,11 @@ def architecture(config: PretrainedConfig) -> type[PreTrainedModel]:
     If it has none that can generate, return `AutoModelForCausalLM`.
     """
     for class_name in config.architectures or []:
-        model_class = getattr(transformers, class_name, None)
+        model_class: type[PreTrainedModel] | None = getattr(transformers, class_name, None)
         if model_class is not None and hasattr(model_class, "generate"):
             return model_class
-    return AutoModelForCausalLM
+    default: type[PreTrainedModel] = AutoModelForCausalLM
+    return default
 
 
 def load_config(
@@ -201,7 +197,8 @@ def settle_pad_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
     generation_config = getattr(model, "generation_config", None)
     if generation_config is not None:
         generation_config.pad_token_id = tokenizer.pad_token_id
-    return tokenizer.pad_token_id
+    pad_token_id: int = tokenizer.pad_token_id
+    return pad_token_id
 
 
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
@@ -333,7 +330,7 @@ def storing_adapters_only(model: nn.Module) -> Iterator[None]:
     Otherwise peft would store the base model's matrix beside an adapter of embedding or head.
     """
     attributes: dict[str, Any] = vars(model)
-    if is_peft_model(model) and not _has_grown(model):
+    if is_peft_model(model) and not vocabulary_has_grown(model):
         attributes["save_pretrained"] = partial(model.save_pretrained, save_embedding_layers=False)
     try:
         yield
@@ -341,79 +338,11 @@ def storing_adapters_only(model: nn.Module) -> Iterator[None]:
         attributes.pop("save_pretrained", None)
 
 
-def check_adapters(model: nn.Module, folder: str | Path) -> None:
-    """Raise a ValueError if the adapters in a checkpoint differ from those of the model."""
-    folder = Path(folder)
-    stored = {"default": folder} if (folder / CONFIG).exists() else {}
-    stored |= {path.parent.name: path.parent for path in folder.glob(f"*/{CONFIG}")}
-    trained = model.peft_config if is_peft_model(model) else {}
-    _check_names(folder, trained.keys(), stored.keys())
-    for name, config in trained.items():
-        path = stored[name] / CONFIG
-        model_options = config.to_dict()
-        stored_options = json.loads(path.read_text(encoding="utf-8"))
-        for option in SCALES:
-            expected = model_options.get(option)
-            value = stored_options.get(option)
-            if value != expected:
-                raise ValueError(
-                    f"{path}: {option} is {value!r}, but {expected!r} in the adapter {name!r} of "
-                    "the model; resume with the options of the run."
-                )
-        _check_tensors(model, name, stored[name] / WEIGHTS)
-
-
-def _check_names(folder: Path, trained: Set[str], stored: Set[str]) -> None:
-    if stored and not trained:
-        raise ValueError(
-            f"{folder} holds an adapter, but the model has none: give the peft_config "
-            "(--use_peft) or the adapter that the run was started with."
-        )
-    if trained and not stored:
-        raise ValueError(f"{folder} holds no adapter, but the model has one: leave it out.")
-    if trained != stored:
-        missing = ", ".join(sorted(trained - stored)) or "none"
-        unexpected = ", ".join(sorted(stored - trained)) or "none"
-        raise ValueError(
-            f"{folder}: the adapters differ from those of the model. Missing: {missing}; "
-            f"unexpected: {unexpected}. {REFERENCE_ADAPTER!r} is the frozen copy of an adapter "
-            "that serves as reference; it does not exist if beta is 0."
-        )
-
-
-def _check_tensors(model: nn.Module, name: str, path: Path) -> None:
-    """Raise a ValueError if a file does not have the names and shapes that would be stored."""
-    if not path.exists():
-        raise ValueError(f"{path} is missing from the checkpoint.")
-    with safe_open(str(path), framework="pt") as file:
-        shapes = {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118
-    weights = require("peft", "the adapter").get_peft_model_state_dict(
-        model,
-        model.state_dict(keep_vars=True),
-        adapter_name=name,
-        save_embedding_layers=_has_grown(model),
-    )
-    # With ZeRO-3, the shape of the whole parameter is `ds_shape`.
-    expected = _described({key: getattr(x, "ds_shape", x.shape) for key, x in weights.items()})
-    stored = _described(shapes)
-    problems = {"missing": sorted(expected - stored), "unexpected": sorted(stored - expected)}
-    texts = []
-    for problem, names in problems.items():
-        if names:
-            rest = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-            texts.append(f"{problem}: {', '.join(names[:MOST_NAMED])}{rest}")
-    if texts:
-        raise ValueError(f"{path} does not fit the adapter of the model. {'; '.join(texts)}.")
-
-
-def _described(shapes: Mapping[str, Sequence[int]]) -> set[str]:
-    return {f"{name} ({'x'.join(map(str, shape))})" for name, shape in shapes.items()}
-
-
-def _has_grown(model: nn.Module) -> bool:
+def vocabulary_has_grown(model: nn.Module) -> bool:
     """Whether the vocabulary was enlarged after the base model was loaded."""
     try:
         stored, _ = PretrainedConfig.get_config_dict(model.config.name_or_path)
     except (OSError, ValueError):  # created in memory: there is nothing to compare with
         return False
-    return stored.get("vocab_size", model.config.vocab_size) != model.config.vocab_size
+    vocabulary: int = model.config.vocab_size
+    return bool(stored.get("vocab_size", vocabulary) != vocabulary)

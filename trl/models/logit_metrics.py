@@ -127,5 +127,8 @@ def _on_host(values: Tensor) -> Tensor:
 def _joined(*rows: Tensor) -> np.ndarray:
     """Join the rows of an evaluation to one array, padded with -100."""
     if rows[0].ndim == 0:
-        return torch.stack(rows).numpy()
-    return pad_sequence(list(rows), batch_first=True, padding_value=IGNORED).numpy()
+        joined = torch.stack(rows)
+    else:
+        joined = pad_sequence(list(rows), batch_first=True, padding_value=IGNORED)
+    array: np.ndarray = joined.numpy()
+    return array

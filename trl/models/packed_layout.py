@@ -229,10 +229,11 @@ def gradient_bytes(causal: PreTrainedModel) -> int:
 def working_bytes(causal: PreTrainedModel) -> int:
     """Estimate the bytes that a layer needs for a token: norms, attention and gated MLP."""
     config = causal.config.get_text_config()
-    heads = config.num_attention_heads
-    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
-    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    return 4 * (6 * config.hidden_size + 6 * width + 3 * inner)
+    hidden: int = config.hidden_size
+    heads: int = config.num_attention_heads
+    width: int = heads * (getattr(config, "head_dim", None) or hidden // heads)
+    inner: int = getattr(config, "intermediate_size", None) or 4 * hidden
+    return 4 * (6 * hidden + 6 * width + 3 * inner)
 
 
 def recomputes(causal: PreTrainedModel) -> bool:

@@ -10,19 +10,21 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig
 
 if TYPE_CHECKING:
     from transformers.core_model_loading import WeightTransform
 
-Attention = Callable[..., Any]
+# An attention function: returns the output and, in some implementations, the weights.
+Attention = Callable[..., tuple[Tensor, object]]
 EAGER = "eager_attention_forward"  # the plain attention in each model's own file
 
 
 def attention_implementation(config: PretrainedConfig) -> str | None:
     """Return the name of the attention implementation of a model with this configuration."""
-    return config._attn_implementation
+    implementation: str | None = config._attn_implementation
+    return implementation
 
 
 def wrap_attention(

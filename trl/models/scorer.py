@@ -161,7 +161,8 @@ class Scorer:
         if len(found_heads) < len(heads):
             return partial(forward, logits_to_keep=layout.logits_to_keep)
         if not self.router_logits and all(head.sharded for head in found_heads):
-            return causal_model(model).base_model
+            decoder: Forward = causal_model(model).base_model
+            return decoder
         no_tokens = torch.empty(0, dtype=torch.long, device=self.device)
         return partial(forward, logits_to_keep=no_tokens if found_heads[0].is_plain else 1)
 

@@ -41,7 +41,8 @@ def gathered_parameters(
         # A forward without backward leaves marks that would prevent partitioning it again.
         parameter.ds_active_sub_modules.clear()
     gather = require("deepspeed", "ZeRO-3").zero.GatheredParameters
-    return gather(partitioned, modifier_rank=changed_by)
+    gathering: AbstractContextManager[object] = gather(partitioned, modifier_rank=changed_by)
+    return gathering
 
 
 @contextmanager

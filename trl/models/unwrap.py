@@ -91,7 +91,8 @@ def called_inside(module: nn.Module, work: Callable[..., T], call: Callable[[], 
             return original
         return returned
 
-    return tree_map(before_cast, results[-1], returned)
+    restored: T = tree_map(before_cast, results[-1], returned)
+    return restored
 
 
 @contextmanager

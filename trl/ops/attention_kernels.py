@@ -33,12 +33,16 @@ class CpuFlash:
     def forward(self, qkv: Tensors, causal: bool, scale: float) -> Tensors:
         """Attend by (query, key, value): output (B, N, Q, D), log-normalizer (B, N, Q)."""
         attend = aten._scaled_dot_product_flash_attention_for_cpu
-        return attend(*qkv, 0.0, causal, scale=scale)
+        results: Tensors = attend(*qkv, 0.0, causal, scale=scale)
+        return results
 
-    def backward(self, grad: Tensor, saved: Tensors, causal: bool, scale: float) -> Tensors:
+    def backward(
+        self, grad: Tensor, saved: tuple[Tensor, ...], causal: bool, scale: float
+    ) -> Tensors:
         """Gradients of query, key and value; `saved` is (query, key, value, output, normalizer)."""
         attend_backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
-        return attend_backward(grad, *saved, 0.0, causal, scale=scale)
+        gradients: Tensors = attend_backward(grad, *saved, 0.0, causal, scale=scale)
+        return gradients
 
 
 class CudaFlash:
@@ -53,11 +57,13 @@ class CudaFlash:
         results = aten._scaled_dot_product_flash_attention(*qkv, 0.0, causal, scale=scale)
         return results[0], results[1]
 
-    def backward(self, grad: Tensor, saved: Tensors, causal: bool, scale: float) -> Tensors:
+    def backward(
+        self, grad: Tensor, saved: tuple[Tensor, ...], causal: bool, scale: float
+    ) -> Tensors:
         """See `CpuFlash`."""
         query, key, value, output, normalizer = saved
         seed = torch.zeros((), dtype=torch.int64, device=grad.device)
-        return aten._scaled_dot_product_flash_attention_backward(
+        gradients: Tensors = aten._scaled_dot_product_flash_attention_backward(
             grad,
             query,
             key,
@@ -74,6 +80,7 @@ class CudaFlash:
             philox_offset=seed,
             scale=scale,
         )
+        return gradients
 
 
 class CudaEfficient:
@@ -96,7 +103,9 @@ class CudaEfficient:
         )
         return results[0], results[1][..., : qkv[0].shape[2]]
 
-    def backward(self, grad: Tensor, saved: Tensors, causal: bool, scale: float) -> Tensors:
+    def backward(
+        self, grad: Tensor, saved: tuple[Tensor, ...], causal: bool, scale: float
+    ) -> Tensors:
         """See `CpuFlash`."""
         query, key, value, output, normalizer = saved
         seed = torch.zeros((), dtype=torch.int64, device=query.device)
@@ -145,7 +154,9 @@ class Tiles:
             output[:, :, rows], normalizer[:, :, rows] = tile
         return output, normalizer
 
-    def backward(self, grad: Tensor, saved: Tensors, causal: bool, scale: float) -> Tensors:
+    def backward(
+        self, grad: Tensor, saved: tuple[Tensor, ...], causal: bool, scale: float
+    ) -> Tensors:
         """See `CpuFlash`."""
         query, key, value = expanded(saved[:3])
         output, normalizer = saved[3:]

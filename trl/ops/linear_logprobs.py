@@ -125,7 +125,10 @@ def linear_log_probs(
         raise ValueError(f"chunk must be at least 1, got {tiling.chunk}.")
     # All casts to the dtype of the products are explicit.
     with torch.autocast(hidden.device.type, enabled=False):
-        return _LinearLogProbs.apply(tiling, with_entropy, ids, hidden, weight, bias)
+        logps, entropies, hits = _LinearLogProbs.apply(
+            tiling, with_entropy, ids, hidden, weight, bias
+        )
+    return logps, entropies, hits
 
 
 def tile_shape(chunk: int, tokens: int) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer
 
 from ...distributed import Ranks
-from ...models.loading import check_adapters, storing_adapters_only
+from ...models.loading import storing_adapters_only
 from ...models.unwrap import is_peft_model
 from ...models.weights import check_sharding
 from ...online.metrics import MetricStore
@@ -207,5 +207,7 @@ class CheckpointedTrainer(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         bare = self.accelerator.unwrap_model(self.model if model is None else model)
+        from ...models.adapter_checkpoints import check_adapters  # only needed to resume
+
         check_adapters(bare, resume_from_checkpoint)
         super()._load_from_checkpoint(resume_from_checkpoint, model)
