@@ -18,7 +18,7 @@ from trl.models.patches import (
     attention_implementation,
     checkpointed_layers,
     forward_below_autocast,
-    prepare_apart,
+    prepare_untracked,
     wrap_attention,
 )
 
@@ -113,7 +113,7 @@ def test_a_model_that_is_prepared_apart_is_not_saved_with_others(tmp_path):
     """Under FSDP1 it is sharded as well: tests/distributed trains with it."""
     accelerator = Accelerator(cpu=True)
     policy = accelerator.prepare(nn.Linear(2, 2))
-    reference = prepare_apart(accelerator, nn.Linear(2, 2))
+    reference = prepare_untracked(accelerator, nn.Linear(2, 2))
     assert isinstance(reference, nn.Linear)
     accelerator.save_state(str(tmp_path))
     assert [path.name for path in tmp_path.glob("model*.safetensors")] == ["model.safetensors"]

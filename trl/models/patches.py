@@ -100,7 +100,7 @@ def forward_below_autocast(model: nn.Module) -> Any:
     return attributes.get("_original_forward") if "forward" in attributes else None
 
 
-def prepare_apart(accelerator: Accelerator, model: nn.Module) -> nn.Module:
+def prepare_untracked(accelerator: Accelerator, model: nn.Module) -> nn.Module:
     """Prepare a model, and remove it from accelerate's list, so it isn't saved with the policy.
 
     A second accelerator instead would change the gradient accumulation of the first one.

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import deepspeed_config
 
 from ..imports import require
-from .patches import prepare_apart
+from .patches import prepare_untracked
 from .sharded import (
     fsdp1_units,
     gather_fsdp1,
@@ -79,7 +79,7 @@ class FrozenCopy:
         else:
             plugin = accelerator.state.fsdp_plugin
             param_init_fn = plugin.param_init_fn
-            self.model = prepare_apart(accelerator, self.model)
+            self.model = prepare_untracked(accelerator, self.model)
             # accelerate has set this to tie weights as in the copy; it must not tie the policy's.
             plugin.param_init_fn = param_init_fn
         return self

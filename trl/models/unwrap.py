@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -35,7 +35,6 @@ def causal_model(model: nn.Module) -> PreTrainedModel:
     return bare.get_base_model() if is_peft_model(bare) else bare
 
 
-@cache
 def score_layer(model: nn.Module) -> nn.Module | None:
     """Return the layer with which a classifier scores the last token.
 
