@@ -38,6 +38,7 @@ ALLOWED = {
     "data": {"batch", "ops", "types"} | MESSAGES,
     "distributed": {"ops", "types", "timed_calls", "torch_internals"} | MESSAGES,
     "models": {
+        "batch",
         "data",
         "distributed",
         "ops",

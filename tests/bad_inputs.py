@@ -616,7 +616,7 @@ TRAINERS = [
     ("SFT", {"train_dataset": rows(text="abcdef"), "args": {"max_length": 4, "long_rows": "error"}}, "4 of 4 rows have more than max_length=4 tokens, among them row 0, 1, 2. Raise max_length, or choose long_rows='cut', 'drop' or 'split'."),
     ("SFT", {"train_dataset": rows(prompt="abcdef", completion="g"), "args": {"max_length": 4}}, "None of the 4 rows has a token to train on with max_length=4 (long_rows='keep_start'). Raise the limit, or check the masks of the dataset."),
     ("SFT", {"data_collator": list}, "data_collator cannot be used: rows are laid out by the trainer, without padding. To choose the tokens in the loss, give `input_ids` with `labels`."),
-    ("DPO", {"compute_metrics": print}, "compute_metrics cannot be used: logits are never held as a whole, and rows are not padded. Metrics are in the log; others can be added in `loss_of`."),
+    ("DPO", {"compute_metrics": print}, "compute_metrics cannot be used: logits are never held as a whole, and rows are not padded. Metrics are in the log; others can be added in `loss`."),
     ("DPO", {"train_dataset": rows(prompt="a", chosen="b")}, "The examples have the columns ['chosen', 'prompt']. DPO needs 'chosen' and 'rejected' (with 'prompt', or a common beginning)."),
     ("DPO", {"train_dataset": rows(text="a")}, "The examples have the columns ['text']. DPO needs 'chosen' and 'rejected' (with 'prompt', or a common beginning)."),
     ("DPO", {"train_dataset": LABELLED}, "The examples have the columns ['completion', 'label', 'prompt']. DPO needs 'chosen' and 'rejected' (with 'prompt', or a common beginning). Answers with a label are for KTO (`trl kto`)."),

@@ -26,6 +26,12 @@ def make(**options):
     return KTO(beta=0.2, desirable_weight=1.5, undesirable_weight=0.5, **options)
 
 
+def with_ratios(batch, logps):
+    mismatched = batch.select_branch(1)
+    rows = batch.branch_rows(1)
+    return make().with_mismatched_ratios(batch, mismatched, logps[rows])
+
+
 def sums(logps):
     """Log-probabilities of answers and of mismatched ones."""
     return [[float(logps[2 * row + k].detach().sum()) for k in range(2)] for row in range(3)]
@@ -56,8 +62,7 @@ def test_losses_against_the_estimate_of_the_whole_step(estimates_kl, shift, size
     loss, row, batches = 0.0, 0, []
     for batch in make_batches(groups, sizes, label=LABEL_COLUMN, ref_logps=reference):
         own = logps[row : row + len(batch), : batch.loss_mask.shape[1]]
-        ratios = algorithm.mismatched_ratios(own, batch)
-        batches.append(batch.with_columns(mismatched_ratios=ratios))
+        batches.append(with_ratios(batch, own))
         row += len(batch)
     row = 0
     for batch in algorithm.credit(Step(batches=batches, ranks=Ranks()), metrics).batches:
@@ -74,7 +79,7 @@ def test_gradients_are_those_of_own_answers_alone():
     (batch,) = make_batches(GROUPS, label=LABEL_COLUMN[:6])
     logps = token_values(batch).requires_grad_()
     batch = batch.with_columns(ref_logps=token_values(batch, 1) - 0.5)
-    batch = batch.with_columns(mismatched_ratios=make().mismatched_ratios(logps, batch))
+    batch = with_ratios(batch, logps)
     (batch,) = make().credit(Step(batches=[batch], ranks=Ranks()), MetricStore()).batches
     losses, total = make().loss(TokenScores(logps), batch, MetricStore())["kto"]
     (losses / total).backward()

@@ -126,7 +126,7 @@ class Counting(SFTTrainer):
         self.seen = []
 
     def compute_loss(self, model, inputs, **options):
-        self.seen.append((inputs.tokens(), int(self.weigh(inputs).sum()), len(inputs)))
+        self.seen.append((inputs.num_tokens, int(inputs.loss_mask.sum()), len(inputs)))
         return super().compute_loss(model, inputs, **options)
 
 

@@ -203,15 +203,22 @@ def test_a_reference_that_moves(tmp_path):
 def test_what_runs_out_of_memory_is_computed_in_pieces(tmp_path, reference):
     """With and without gradient; the same gradient from fewer pairs at a time."""
     trainer = make_trainer(tmp_path, ref_model=other_model())
-    sizes, answer_logps = [], trainer.answer_logps
+    sizes, loss, score_frozen = [], trainer.loss, trainer.scorer.frozen_scores
 
-    def narrow(scores, rows):
-        sizes.append((torch.is_grad_enabled(), len(rows)))
-        if len(rows) > 3:
+    def check(pairs):
+        sizes.append((torch.is_grad_enabled(), pairs))
+        if pairs > 3:
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        return answer_logps(scores, rows)
 
-    trainer.answer_logps = narrow
+    def narrow_loss(scores, batch):
+        check(len(batch.groups))
+        return loss(scores, batch)
+
+    def narrow_scores(model, rows, *options):
+        check(len(rows) // 2)
+        return score_frozen(model, rows, *options)
+
+    trainer.loss, trainer.scorer.frozen_scores = narrow_loss, narrow_scores
     assert relative(gradient_of(trainer), reference[1]) <= BOUND
     for mode in (True, False):
         found = [size for grad, size in sizes if grad == mode]

@@ -103,8 +103,13 @@ def test_at_the_first_step_policy_and_reference_are_equal(tmp_path):
 def test_the_estimate_is_clamped_over_the_whole_step(tmp_path):
     """The mean of clamped parts would be higher: noise of a few rows would look like divergence."""
     singly = make_trainer(tmp_path, **STEEP, **SPLITS["single rows"])
-    seen, losses = [], singly._losses
-    singly._losses = lambda ratios, rows, kl: seen.append(kl) or losses(ratios, rows, kl)
+    seen, loss = [], singly.loss
+
+    def watched(scores, batch):
+        seen.append(batch.columns["kl"])
+        return loss(scores, batch)
+
+    singly.loss = watched
     singly.train()
     assert len(seen) == 8 and len(set(map(float, seen))) == 1
     assert not any(kl.requires_grad for kl in seen)
@@ -120,9 +125,10 @@ def test_the_estimate_is_the_same_for_every_split(tmp_path):
         found += logged(trainer, "kl")
     assert len(found) == 3 and found[0] > 0.01
     assert max(found) - min(found) <= 1e-6
-    rows = trainer.collate([trainer.train_dataset[i] for i in range(3)])
-    ratios = torch.tensor([[0.1, 0.2], [0.3, math.nan], [0.5, 0.6]])
-    assert trainer._estimate([(rows, ratios)]).isnan()
+    batch = trainer.collate([trainer.train_dataset[i] for i in range(3)])
+    ratios = torch.tensor([0.2, math.nan, 0.6]).repeat_interleave(2)
+    batch = batch.with_columns(mismatched_ratios=ratios)
+    assert trainer.algorithm.estimate_kl([batch], trainer.ranks).isnan()
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -254,15 +260,15 @@ def test_a_resumed_run_ends_as_one_that_went_on(tmp_path):
 
 def test_what_runs_out_of_memory_is_computed_in_pieces(tmp_path, reference):
     trainer = make_trainer(tmp_path, **STEEP)
-    loss_of, sizes = trainer.loss_of, []
+    loss, sizes = trainer.loss, []
 
-    def narrow(scores, rows):
-        sizes.append(len(rows))
-        if len(rows) > 3:
+    def narrow(scores, batch):
+        sizes.append(len(batch))
+        if len(batch) > 3:
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        return loss_of(scores, rows)
+        return loss(scores, batch)
 
-    trainer.loss_of = narrow
+    trainer.loss = narrow
     assert relative(direction(trainer), reference[1]) <= 5e-6
     assert max(sizes) == 8 and sum(size for size in sizes if size <= 3) == 8
 

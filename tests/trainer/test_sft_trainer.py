@@ -127,9 +127,9 @@ def test_documents_do_not_see_each_other(tmp_path, changes):
     found = []
     for data in (pairs(), others):
         items = trainer.prepare_dataset(data, ENCODER, trainer.args, "train")
-        rows = trainer.collate([items[i] for i in range(len(items))])
+        batch = trainer.collate([items[i] for i in range(len(items))])
         with torch.no_grad():
-            found.append(trainer.scorer(trainer.model, rows.flat).logps[2:])
+            found.append(trainer.scorer(trainer.model, batch.rows).logps[2:])
     width = min(logps.shape[1] for logps in found)
     # Places move, so the same values come from other blocks of the same kernels.
     assert torch.allclose(found[0][:, :width], found[1][:, :width], rtol=0, atol=2e-6)
@@ -143,9 +143,9 @@ def test_a_document_changed_in_place_moves_no_bit_of_the_others(tmp_path):
         items = trainer.prepare_dataset(pairs(rows), ENCODER, trainer.args, "train")
         batch = trainer.collate([items[i] for i in range(len(items))])
         with torch.no_grad():
-            found.append(trainer.scorer(trainer.model, batch.flat).logps)
+            found.append(trainer.scorer(trainer.model, batch.rows).logps)
     reader = trainer.scorer.token_reader(trainer.model)
-    assert trainer.scorer.packs(trainer.model, batch.flat, [reader])
+    assert trainer.scorer.packs(trainer.model, batch.rows, [reader])
     kept = [0, *range(2, len(PAIRS))]
     assert torch.equal(found[0][kept], found[1][kept])
     assert not torch.equal(found[0][1], found[1][1])
@@ -411,7 +411,7 @@ def with_argument(name):
     ("make", "error", "words"),
     [
         (with_argument("data_collator"), ValueError, "data_collator cannot be used: rows are"),
-        (with_argument("compute_loss_func"), ValueError, "override `loss_of`. Leave it out."),
+        (with_argument("compute_loss_func"), ValueError, "override `loss`. Leave it out."),
         (with_argument("preprocess_logits_for_metrics"), ValueError, "preprocess_logits_for_"),
         (one(data=[{"text": "a"}]), TypeError, "train_dataset must be a datasets.Dataset or"),
         (

@@ -98,7 +98,7 @@ def test_methods_that_are_called_are_not_warned_of(kind, tmp_path):
 
 
 def test_a_subclass_of_a_subclass_is_warned_of_what_is_new():
-    with pytest.warns(UserWarning, match="`dpo_loss`: override `loss_of"):
+    with pytest.warns(UserWarning, match=r"`dpo_loss`: override `loss\("):
 
         class First(DPOTrainer):
             def dpo_loss(self):
@@ -108,7 +108,7 @@ def test_a_subclass_of_a_subclass_is_warned_of_what_is_new():
         warnings.simplefilter("error")
 
         class Second(First):
-            def loss_of(self, scores, rows):
+            def loss(self, scores, batch):
                 """Called."""
 
     class Mixin:

@@ -1,6 +1,6 @@
 """KTO: answers that are desirable or not, each on its own."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,8 +21,8 @@ from .preferences import PreferenceAlgorithm
 class KTO(PreferenceAlgorithm):
     """Losses of answers with a label, averaged over an optimizer step (arXiv 2402.01306).
 
-    The first branch of a group is its answer. For the KL estimate, a second branch is the answer of
-    another example, with no token in the loss.
+    The first branch of a group is its answer. For the KL estimate, a second branch is a mismatched
+    answer, of another example. It is not in the loss.
     """
 
     beta: float = 0.1
@@ -37,43 +37,40 @@ class KTO(PreferenceAlgorithm):
 
     def credit(self, step: Step, metrics: MetricStore) -> Step:
         """Estimate the KL divergence of the step from its `mismatched_ratios`."""
+        kl = torch.zeros((), device=step.batches[0].loss_mask.device)
         if self.estimates_kl:
-            ratios = [batch.columns["mismatched_ratios"] for batch in step.batches]
-            kl = self.estimate_kl(ratios, step.batches, step.ranks)
-        else:
-            kl = torch.zeros((), device=step.batches[0].loss_mask.device)
+            kl = self.estimate_kl(step.batches, step.ranks)
         return step.map([batch.with_columns(kl=kl.expand(len(batch))) for batch in step.batches])
 
-    def estimate_kl(self, ratios: list[Tensor], batches: list[Batch], ranks: Ranks) -> Tensor:
-        """Estimate the KL divergence (), at least 0, of batches of all ranks.
+    def estimate_kl(self, batches: Sequence[Batch], ranks: Ranks) -> Tensor:
+        """Estimate the KL divergence (), at least 0: the mean of log-ratios of mismatched answers.
 
-        It is the mean over groups of the log-ratio (B,) of a mismatched answer, which is the same
-        at all rows of the group.
+        The mean is over the groups of these batches on all ranks.
         """
+        ratios = torch.cat([batch.columns["mismatched_ratios"] for batch in batches])
         masks = torch.cat([batch.branch_mask(0) for batch in batches])
-        total = masked_sum(torch.cat(ratios).detach(), masks)
-        total, count = ranks.sum(torch.stack([total, masks.sum()])).unbind()
+        sums = torch.stack([masked_sum(ratios, masks), masks.sum()])
+        total, count = ranks.sum(sums).unbind()
         return (total / count.clamp(min=1)).clamp(min=0)
 
-    def mismatched_ratios(self, logps: Tensor, batch: Batch) -> Tensor:
-        """Return the log-ratio of each group's mismatched answer, at all of its rows: (B,).
+    def with_mismatched_ratios(self, batch: Batch, mismatched: Batch, logps: Tensor) -> Batch:
+        """Add the log-ratio of each group's mismatched answer to a batch, at all of its rows.
 
-        `logps` (B, C) are of the tokens of the batch.
+        `mismatched` has these answers alone, and `logps` (G, C) are those of their tokens.
         """
-        ratios = self.answer_logps(logps, batch) - self.ref_answer_logps(batch)
+        ratios = self.answer_logps(logps.detach(), mismatched) - self.ref_answer_logps(mismatched)
         sizes = torch.tensor(batch.group_sizes, device=ratios.device)
-        return ratios[batch.branch_rows(1)].repeat_interleave(sizes)
+        return batch.with_columns(mismatched_ratios=ratios.repeat_interleave(sizes))
 
     def loss(self, scores: TokenScores, batch: Batch, metrics: MetricStore) -> LossTerms:
         """Return the sum over answers; the batch has the column `kl`."""
         self.record(scores, batch, metrics)
         metrics.value("kl", batch.columns["kl"][0])
-        losses = self.sum_of_losses(self.log_ratios(scores, batch), batch)
-        return {"kto": (losses, batch.totals.groups)}
+        return {"kto": (self.sum_of_losses(scores, batch), batch.totals.groups)}
 
-    def sum_of_losses(self, ratios: Tensor, batch: Batch) -> Tensor:
-        """Add the losses () of answers up; `ratios` are log-ratios (B,)."""
-        label = batch.columns["label"]
+    def sum_of_losses(self, scores: TokenScores, batch: Batch) -> Tensor:
+        """Add the losses () of answers up."""
+        ratios, label = self.log_ratios(scores, batch), batch.columns["label"]
         weights = torch.where(label, self.desirable_weight, self.undesirable_weight)
         losses = weights * kto_loss(ratios, label, batch.columns["kl"], self.beta)
         return masked_sum(losses, batch.branch_mask(0))

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import EvalPrediction
 
+from ..batch import Batch
 from ..data.examples import IGNORED
-from ..data.rows import SupervisedRows
 from ..distributed import Ranks
 from ..torch_internals import tree_map
 from .lm_head import OutputHead
@@ -69,8 +69,9 @@ class LogitMetrics:
 
     `preprocess` gets logits (1, T, V) and labels (1, T) of one row. The logits at a token predict
     the next token; they are 0 where no target token needs them. Labels are -100 except at target
-    tokens. What `preprocess` returns (by default the logits) is joined to predictions
-    (rows, T, ...). `compute` gets these with labels (rows, T), both padded with -100.
+    tokens; a row ends with its last one. What `preprocess` returns (by default the logits) is
+    joined to predictions (rows, T, ...). `compute` gets these with labels (rows, T), both padded
+    with -100.
     """
 
     def __init__(
@@ -91,19 +92,23 @@ class LogitMetrics:
         # Of the evaluation that is running: (index in the dataset, predictions, labels).
         self._rows: list[tuple[int, Any, Tensor]] = []
 
-    def reader(self, head: OutputHead | None, rows: SupervisedRows) -> LogitReader:
-        """Make a reader that collects the predictions of a micro-batch."""
+    def reader(self, head: OutputHead | None, batch: Batch) -> LogitReader:
+        """Make a reader that collects the predictions of a micro-batch of documents."""
 
         def receive(row: int, columns: Tensor, logits: Tensor) -> None:
-            document = rows.items[row]
-            if not document.counts:
+            group = batch.groups[row]
+            if group.is_filler:
                 return
-            start = len(document.prompt_ids)
-            padded = logits.new_zeros(1, len(document.labels), logits.shape[1])
+            (branch,) = group.branches
+            start = len(group.prefix)
+            padded = logits.new_zeros(1, start + len(branch.ids), logits.shape[1])
             padded[0, start - 1 + columns] = logits
-            labels = torch.tensor([document.labels], device=logits.device)
+            labels = torch.full((1, start + len(branch.ids)), IGNORED, device=logits.device)
+            ids = torch.tensor(branch.ids, device=logits.device)
+            in_loss = batch.loss_mask[row, : len(ids)]
+            labels[0, start:] = torch.where(in_loss, ids, IGNORED)
             predictions = self._preprocess(padded, labels) if self._preprocess else padded
-            self._rows.append((document.source, tree_map(_on_host, predictions), labels[0].cpu()))
+            self._rows.append((group.row, tree_map(_on_host, predictions), labels[0].cpu()))
 
         return LogitReader(head, receive)
 

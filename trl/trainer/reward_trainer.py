@@ -1,22 +1,20 @@
 """Reward models: classifiers that score the better of two answers higher."""
 
-from typing import Any
+from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from ..algorithms.reward import RewardModel
+from ..batch import Batch
 from ..data.encode import TextEncoder
 from ..data.preference_cutting import PreferenceLimits
 from ..data.preference_rows import Learner
-from ..data.rows import AnswerRows
 from ..data.streams import PreparedStream
 from ..models.packed_layout import plain_layout
 from ..models.scorer import Reader
 from ..models.unwrap import causal_model, score_layer
 from ..models.value_model import ValueReader
-from ..ops.masking import masked_sum
-from ..ops.preference_losses import ranking_loss
 from ..types import Mode
 from .base.best_metric import EVERY_EVALUATION
 from .model_card import Method
@@ -71,62 +69,42 @@ class RewardTrainer(OfflineTrainer):
         answers = prepare_answers(dataset, encoder, args, limits, learner=self.learner)
         return answers if isinstance(answers, PreparedStream) else answers.checked(str(limits))
 
-    def weigh(self, rows: AnswerRows) -> Tensor:
-        """Count the pairs (1,)."""
-        return better_answers(rows).sum()[None]
+    def make_algorithm(self, args: RewardConfig) -> RewardModel:
+        """Make the algorithm of the options."""
+        return RewardModel(center_rewards_coefficient=args.center_rewards_coefficient)
 
     def reader(self, model: nn.Module) -> Reader:
-        """The layer of the score, at the last token of each row."""
+        """Make what reads the layer of the score at the last token of each row."""
         layer = score_layer(model)
         return OwnForward() if layer is None else ValueReader(layer, at_last_token=True)
 
-    def score(self, model: nn.Module, rows: AnswerRows) -> Tensor:
-        """Score prompts with their answers: (F,)."""
-        flat, reader = rows.flat, self.reader(model)
+    def score(self, model: nn.Module, batch: Batch) -> tuple[Batch, Tensor]:
+        """Score prompts with their answers: (B,)."""
+        reader = self.reader(model)
         if reader.can_pack:
-            ((found, *_),), _ = self.scorer.read(model, flat, [reader])
-            scores = torch.as_tensor(found)
-        else:  # a classifier that reads all tokens of a prompt with its answer
-            pad_id, args = self.processing_class.pad_token_id, self.args
-            layout = plain_layout(flat, pad_id, args.device, args.pad_to_multiple_of)
-            names = ("input_ids", "attention_mask")  # of which the mask is missing without padding
-            inputs = {name: layout.inputs[name] for name in names if name in layout.inputs}
-            scores = model(**inputs).logits[:, 0].float()
-        self.guard.watch("score", scores, flat)
-        return scores
+            (results, *_), _ = self.scorer.read(model, batch.rows, [reader])
+            scores = cast(Tensor, results[0])
+        else:
+            scores = self._own_scores(model, batch)
+        self.guard.watch("score", scores, batch.rows)
+        return batch, scores
 
-    def loss_of(self, scores: Tensor, rows: AnswerRows) -> Tensor:
-        """Return the sum of the losses of all pairs (1,)."""
-        values = rows.by_group(scores)
-        better, worse = values[:, :, None], values[:, None, :]
-        margins = rows.values["margin"][:, None, None].to(values.dtype)
-        losses = ranking_loss(better, worse, margins)
-        if self.args.center_rewards_coefficient is not None:
-            losses = losses + self.args.center_rewards_coefficient * (better + worse).square()
-        counted = better_answers(rows)
-        self._record(values.detach(), counted, rows)
-        return masked_sum(losses, counted)[None]
-
-    def _record(self, values: Tensor, counted: Tensor, rows: AnswerRows) -> None:
-        store, pairs = self.metrics[rows.mode], counted.sum()
-        difference = values[:, :, None] - values[:, None, :]
-        store.mean("accuracy", ((difference > 0) & counted).sum(), pairs)
-        store.mean("margin", masked_sum(difference, counted), pairs)
-        known = (rows.values["lengths"] > 0) & rows.values["counts"][:, None]
-        store.mean("mean_reward", masked_sum(values, known), known.sum())
-        store.minimum("min_reward", values.masked_fill(~known, torch.inf).amin())
-        store.maximum("max_reward", values.masked_fill(~known, -torch.inf).amax())
-        self.keep(rows, scores=values)
+    def _own_scores(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Scores (B,) of a classifier that reads all tokens of a prompt with its answer."""
+        layout = plain_layout(
+            batch.rows,
+            self.processing_class.pad_token_id,
+            self.args.device,
+            self.args.pad_to_multiple_of,
+        )
+        inputs = {"input_ids": layout.inputs["input_ids"]}
+        if "attention_mask" in layout.inputs:  # there is none without padding
+            inputs["attention_mask"] = layout.inputs["attention_mask"]
+        logits: Tensor = model(**inputs).logits
+        return logits[:, 0].float()
 
 
 class OwnForward(Reader):
     """Nothing is read of hidden states: a classifier makes its score of all tokens itself."""
 
     can_pack = False
-
-
-def better_answers(rows: AnswerRows) -> Tensor:
-    """Which answer is better, of lower rank, than which: (B, K, K) bool, for groups that count."""
-    lengths, ranks = rows.values["lengths"], rows.values["ranks"]
-    known = (lengths > 0) & rows.values["counts"][:, None]
-    return (ranks[:, :, None] < ranks[:, None, :]) & known[:, :, None] & known[:, None, :]

@@ -5,23 +5,20 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from datasets import Dataset, IterableDataset
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 
+from ..algorithms.sft import SFT
 from ..data.cutting import DocumentLimits, cut_documents
 from ..data.encode import TextEncoder
 from ..data.examples import RowReader, format_document
 from ..data.lazy import is_lazy, lazy_documents
 from ..data.prepare import first_row, prepare_supervised
-from ..data.rows import SupervisedRows
 from ..data.streams import PreparedStream
 from ..data.supervised import SupervisedOptions
 from ..models.logit_metrics import LogitMetrics
-from ..online.metrics import record_accuracy, record_entropy
-from ..ops.masking import masked_sum
-from ..types import Mode, TokenScores
+from ..types import Mode
 from .base.best_metric import EVERY_EVALUATION, TOKENS
 from .model_card import Method
 from .offline.offline_trainer import OfflineTrainer
@@ -45,7 +42,6 @@ class SFTTrainer(OfflineTrainer):
 
     config_class = SFTConfig
     evaluation_metrics = EVERY_EVALUATION | TOKENS | {"loss/*"}
-    rows_class = SupervisedRows
     method = Method("SFT", "sft")
 
     def __init__(
@@ -72,15 +68,28 @@ class SFTTrainer(OfflineTrainer):
                 f"{formatting_func!r:.80}."
             )
         self._formatting_func = formatting_func
-        functions = compute_metrics, preprocess_logits_for_metrics
-        metrics = None if functions == (None, None) else LogitMetrics(args, *functions)
+        logit_metrics = None
+        if compute_metrics is not None or preprocess_logits_for_metrics is not None:
+            logit_metrics = LogitMetrics(args, compute_metrics, preprocess_logits_for_metrics)
         super().__init__(
-            *(model, args, data_collator, train_dataset, eval_dataset, processing_class),
-            *(None, callbacks, optimizers, optimizer_cls_and_kwargs),
-            *(None, quantization_config, peft_config),
+            model,
+            args=args,
+            data_collator=data_collator,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
             compute_loss_func=compute_loss_func,
-            logit_metrics=metrics,
+            logit_metrics=logit_metrics,
         )
+
+    def make_algorithm(self, args: SFTConfig) -> SFT:
+        """Make SFT of the options."""
+        return SFT(loss_type=args.loss_type)
 
     def prepare_dataset(
         self, dataset: Any, encoder: TextEncoder, args: SFTConfig, mode: Mode
@@ -115,10 +124,6 @@ class SFTTrainer(OfflineTrainer):
         packs = self.args.packing if chosen is None else chosen
         return self.args.max_length if packs else None
 
-    def weigh(self, rows: SupervisedRows) -> Tensor:
-        """Tokens in the loss (1,)."""
-        return rows.loss_mask.sum()[None]
-
     def begin_training(self) -> None:
         """Show documents, with what is trained."""
         dataset = self.train_dataset
@@ -128,18 +133,3 @@ class SFTTrainer(OfflineTrainer):
             rows = range(min(SHOWN, len(dataset)))
             for document in RowReader(dataset).__getitems__(list(rows)):
                 print(format_document(document, self.processing_class), flush=True)
-
-    def loss_of(self, scores: TokenScores, rows: SupervisedRows) -> Tensor:
-        """Return the sum of the losses of the trained tokens (1,)."""
-        losses, store = -scores.logps, self.metrics[rows.mode]
-        if self.args.loss_type == "dft":
-            losses = losses * torch.exp(scores.logps.detach())
-        if scores.entropies is not None and scores.hits is not None:
-            record_entropy(store, scores.entropies.detach(), rows.loss_mask)
-            record_accuracy(store, scores.hits, rows.loss_mask)
-        origins = [document.origin for document in rows.items]
-        for name in sorted(filter(None, set(origins))):
-            chosen = torch.tensor([[origin == name] for origin in origins])
-            mask = rows.loss_mask & chosen.to(losses.device, non_blocking=True)
-            store.mean(f"loss/{name}", masked_sum(losses.detach(), mask), mask.sum())
-        return masked_sum(losses, rows.loss_mask)[None]

@@ -11,10 +11,11 @@ from typing import Any, ClassVar
 
 POLICY_LOSS = "override `policy_loss(scores, ratio, batch)`"
 GENERATE = "override `generate(prompts, mode)`, or pass `rollout_func`"
-LOSS_OF = "override `loss_of(scores, rows)`"
-SCORE = "override `score(model, rows)`"
+LOSS = "override `loss(scores, batch)`"
+SCORE = "override `score(model, batch)`"
+CREDIT = "override `credit(step)`"
 PREPARE_DATASET = "override `prepare_dataset(dataset, encoder, args, mode)`"
-REFERENCE = "pass `ref_model`, or override `before_step(batches)`"
+REFERENCE = "pass `ref_model`, or override `annotate(step)`"
 ADAPTER = "pass `peft_config`, or a model that has an adapter"
 
 # Of trainers that generate.
@@ -43,7 +44,7 @@ ONLINE = {
 }
 # Of trainers that learn from a dataset.
 OFFLINE = {
-    "_compute_loss": LOSS_OF,
+    "_compute_loss": LOSS,
     "_get_eval_sampler": "override `get_eval_dataloader(eval_dataset)`",
     "_get_train_sampler": "override `get_train_dataloader()`",
     "_prepare_dataset": PREPARE_DATASET,
@@ -51,26 +52,29 @@ OFFLINE = {
     "_prepare_packed_dataloader": PREPARE_DATASET,
     "_prepare_peft_model": ADAPTER,
     "_set_signature_columns_if_needed": PREPARE_DATASET,
+    "before_step": CREDIT,
+    "loss_of": LOSS,
     "process_row": PREPARE_DATASET,
     "tokenize_row": PREPARE_DATASET,
     "visualize_samples": "call `predict(test_dataset)`",
+    "weigh": LOSS + ", which returns sums and totals",
 }
 # Of those that compare a policy with a reference, besides.
 PREFERENCE = {
-    "_compute_loss_liger": LOSS_OF,
+    "_compute_loss_liger": LOSS,
     "build_tokenized_answer": PREPARE_DATASET,
     "compute_ref_log_probs": REFERENCE,
     "compute_reference_log_probs": REFERENCE,
     "concatenated_forward": SCORE,
     "concatenated_inputs": SCORE,
-    "dpo_loss": LOSS_OF,
+    "dpo_loss": LOSS,
     "forward": SCORE,
     "generate_from_model_and_ref": "add `LogCompletionsCallback`",
     "get_batch_logps": SCORE,
-    "get_batch_loss_metrics": LOSS_OF,
-    "kto_loss": LOSS_OF,
+    "get_batch_loss_metrics": LOSS,
+    "kto_loss": LOSS,
     "null_ref_context": REFERENCE,
-    "store_metrics": LOSS_OF + ", which may add to `metrics`",
+    "store_metrics": LOSS + ", which may add to `metrics`",
 }
 
 

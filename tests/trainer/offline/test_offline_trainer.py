@@ -94,15 +94,15 @@ def test_what_runs_out_of_memory_is_computed_in_pieces(tmp_path):
     """The same gradient, from fewer rows at a time."""
     expected = direction(make_trainer(tmp_path, per_device_train_batch_size=8))
     trainer = make_trainer(tmp_path, per_device_train_batch_size=8)
-    sizes, loss_of = [], trainer.loss_of
+    sizes, loss = [], trainer.loss
 
-    def narrow(scores, rows):
-        sizes.append(len(rows))
-        if len(rows) > 3:
+    def narrow(scores, batch):
+        sizes.append(len(batch))
+        if len(batch) > 3:
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        return loss_of(scores, rows)
+        return loss(scores, batch)
 
-    trainer.loss_of = narrow
+    trainer.loss = narrow
     found = direction(trainer)
     assert max(sizes) == 8 and sum(size for size in sizes if size <= 3) == 8
     assert relative(found, expected) <= 1e-6
@@ -113,8 +113,12 @@ def test_what_runs_out_of_memory_is_computed_in_pieces(tmp_path):
 @pytest.mark.parametrize("non_finite", ["raise", "skip"])
 def test_a_loss_of_nan(tmp_path, non_finite):
     trainer = make_trainer(tmp_path, non_finite=non_finite)
-    loss_of = trainer.loss_of
-    trainer.loss_of = lambda scores, rows: loss_of(scores, rows) * torch.nan
+    loss = trainer.loss
+
+    def ruined(scores, batch):
+        return {name: (x * torch.nan, total) for name, (x, total) in loss(scores, batch).items()}
+
+    trainer.loss = ruined
     before = weights(trainer.model)
     if non_finite == "raise":
         with pytest.raises(Exception, match="NaN or infinite"):

@@ -21,13 +21,13 @@ both = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_the_reference_scores_the_pieces_of_training(tmp_path, make):
     """So no more is held without gradient than with it, and both round alike: ratios are 0."""
     trainer = make(tmp_path, ref_model=tiny_model(), max_tokens_per_piece=40)
-    tokens, answer_logps = {True: [], False: []}, trainer.answer_logps
+    tokens, read = {True: [], False: []}, trainer.scorer.read
 
-    def watched(scores, rows):
-        tokens[torch.is_grad_enabled()].append(sum(group.tokens() for group in rows.items))
-        return answer_logps(scores, rows)
+    def watched(model, rows, *options):
+        tokens[torch.is_grad_enabled()].append(sum(rows.unit_tokens()))
+        return read(model, rows, *options)
 
-    trainer.answer_logps = watched
+    trainer.scorer.read = watched
     trainer.train()
     assert len(tokens[True]) > 3 and len(tokens[False]) >= len(tokens[True])
     longest = max(map(num_tokens, trainer.train_dataset))

@@ -101,8 +101,7 @@ class Annotator:
         reader: Reader | None = None,
     ) -> dict[str, Tensor]:
         """What `TokenScores` calls by these names: (B, C) each."""
-        shape, device = batch.loss_mask.shape, batch.loss_mask.device
-        results = {name: torch.zeros(shape, device=device) for name in names}
+        results: dict[str, Tensor] = {}
 
         def score(units: range) -> None:
             row = batch.units[units.start].start
@@ -111,8 +110,11 @@ class Annotator:
                     model, chunk.rows, support, reader, "entropies" in names
                 )
                 rows, width = slice(row, row + len(chunk)), scores.logps.shape[1]
-                for name, values in results.items():
-                    values[rows, :width] = getattr(scores, name)
+                for name in names:
+                    values = getattr(scores, name)
+                    if name not in results:
+                        results[name] = values.new_zeros(batch.loss_mask.shape)
+                    results[name][rows, :width] = values
                 row = rows.stop
 
         with self.autocast():

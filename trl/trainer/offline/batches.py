@@ -2,6 +2,7 @@
 
 import warnings
 from collections import defaultdict
+from collections.abc import Mapping
 from functools import partial
 from itertools import chain
 from operator import itemgetter
@@ -10,11 +11,11 @@ import numpy as np
 from datasets import Dataset, IterableDataset
 from torch import Tensor
 
+from ...batch import Batch
 from ...data.cutting import Cut
 from ...data.encode import TextEncoder
 from ...data.preference_cutting import PreferenceLimits, cut_preferences
 from ...data.preference_rows import ANYONE, OLD_NAMES, Learner, prepare_preferences
-from ...data.rows import AnswerRows
 from ...data.streams import PreparedStream
 from ...distributed import Ranks
 from ...ops.masking import pad_ragged
@@ -42,27 +43,32 @@ class Predictions:
     """Values of answers, collected by the row of the dataset that they are of."""
 
     def __init__(self) -> None:
-        self._found: list[tuple[int, bool, dict[str, list[float]]]] = []
+        # Of each group: its row, whether its answer is undesirable, and values by name.
+        self._groups: list[tuple[int, bool, dict[str, list[float]]]] = []
 
-    def add(self, rows: AnswerRows, values: dict[str, Tensor]) -> None:
-        """Take values (B, K) of some rows, by name."""
+    def add(self, batch: Batch, values: Mapping[str, Tensor]) -> None:
+        """Take values (G, K) of the answers of a batch, by name."""
         columns = {name: column.detach().tolist() for name, column in values.items()}
-        for place, group in enumerate(rows.items):
-            if group.counts:
-                known = {n: column[place][: len(group.answer_ids)] for n, column in columns.items()}
-                self._found.append((group.source, not group.values.get("label", True), known))
+        undesirable = [False] * len(batch.groups)
+        if "label" in batch.columns:
+            undesirable = (~batch.columns["label"][batch.branch_rows(0)]).tolist()
+        for index, group in enumerate(batch.groups):
+            if not group.is_filler:
+                count = len(group.branches)
+                of_group = {name: column[index][:count] for name, column in columns.items()}
+                self._groups.append((group.row, undesirable[index], of_group))
 
     def table(self, ranks: Ranks, rows: int | None) -> dict[str, np.ndarray]:
         """All values (rows, K) by name; NaN for rows that were left out, and missing answers.
 
         Each of the `ranks` has a share. `rows` are those of the dataset; None: all that are known.
         """
-        shares = ranks.gather_objects(self._found)[:: ranks.per_row]
+        shares = ranks.gather_objects(self._groups)[:: ranks.per_row]
         columns: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
         # The desirable answer of a pair first.
-        for source, _, known in sorted(chain(*shares), key=itemgetter(0, 1)):
-            for name, values in known.items():
-                columns[name][source] += values
+        for source, _, of_group in sorted(chain(*shares), key=itemgetter(0, 1)):
+            for name, numbers in of_group.items():
+                columns[name][source] += numbers
         count = rows or max((source + 1 for source, *_ in chain(*shares)), default=0)
         return {
             name: pad_ragged([by_row[row] for row in range(count)], np.nan).numpy()

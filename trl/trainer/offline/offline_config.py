@@ -21,8 +21,8 @@ NO_LOGITS = "logits are never held as a whole, and rows are not padded"
 UNSUPPORTED = {
     "data_collator": "rows are laid out by the trainer, without padding. To choose the tokens in "
     "the loss, give `input_ids` with `labels`",
-    "compute_loss_func": f"{NO_LOGITS}. To change the loss, override `loss_of`",
-    "compute_metrics": f"{NO_LOGITS}. Metrics are in the log; others can be added in `loss_of`",
+    "compute_loss_func": f"{NO_LOGITS}. To change the loss, override `loss`",
+    "compute_metrics": f"{NO_LOGITS}. Metrics are in the log; others can be added in `loss`",
     "preprocess_logits_for_metrics": NO_LOGITS,
 }
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -12,16 +13,16 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 
+from ...algorithms.base import Algorithm, LossTerms
+from ...batch import Batch, Step, with_totals
 from ...data.encode import TextEncoder
-from ...data.examples import Example, RowReader, token_counts
+from ...data.examples import Example, RowReader, batch_columns, make_group, token_counts
 from ...data.lazy import raw_rows
 from ...data.packing import MicroBatchSampler
-from ...data.rows import AnswerRows
 from ...data.streams import MicroBatchStream, PreparedStream
 from ...models.loading import model_bounds
 from ...models.logit_metrics import LogitMetrics
-from ...models.scorer import Reader
-from ...ops.logit_statistics import LogitStatistic
+from ...models.scorer import Reader, TokenReader
 from ...types import Mode
 from ..attributes import COMMON_PROPERTIES, OFFLINE_OPTIONS, add_trl_properties
 from ..base.base_trainer import BaseTrainer
@@ -34,7 +35,7 @@ from ..base.policy import (
 )
 from ..uncalled import OFFLINE
 from .batches import Predictions
-from .offline_config import NO_LOGITS, UNSUPPORTED, OfflineConfig, set_template
+from .offline_config import UNSUPPORTED, OfflineConfig, set_template
 
 BUFFERED = 10_000  # rows of a stream that is shuffled
 
@@ -43,8 +44,8 @@ BUFFERED = 10_000  # rows of a stream that is shuffled
 class OfflineTrainer(BaseTrainer):
     """The skeleton: preparing datasets, micro-batches, totals of a step, evaluation.
 
-    An algorithm is a subclass that says how a dataset becomes items (`prepare_dataset`), items
-    the rows of a micro-batch (`collate`), and scores of rows a loss (`loss_of`).
+    A subclass makes the `Algorithm` of its options (`make_algorithm`) and prepares datasets
+    (`prepare_dataset`).
 
     Arguments are those of `transformers.Trainer`; `eval_dataset` may be a dictionary of datasets,
     the tokenizer is by default that of the model, and `data_collator`, `compute_metrics`,
@@ -55,7 +56,6 @@ class OfflineTrainer(BaseTrainer):
 
     config_class: ClassVar[type[OfflineConfig]]
     uncalled_methods = OFFLINE
-    rows_class: ClassVar[Any] = AnswerRows  # made of prepared items, for a micro-batch
     _order: MicroBatchSampler | MicroBatchStream | None = None  # of what is trained on
     _reader: RowReader | None = None  # of what is trained on, unless it is a stream
     _predictions: Predictions | None = None  # while there is something to predict
@@ -113,6 +113,7 @@ class OfflineTrainer(BaseTrainer):
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
         )
+        self.algorithm = self.make_algorithm(args)
         self._make_scorer()
         if self.ranks.per_row > 1:
             from ...models.context_parallel import ContextParallel, check_divisible
@@ -136,7 +137,11 @@ class OfflineTrainer(BaseTrainer):
         """Ranks that have the same rows, for `transformers` to count the rows of an update."""
         return self.ranks.per_row
 
-    # --- What an algorithm says ---
+    # --- What a subclass says ---
+
+    def make_algorithm(self, args: Any) -> Algorithm[Any]:
+        """Make the algorithm of the options."""
+        raise NotImplementedError
 
     def may_log_own_metrics(self) -> bool:
         """Whether there are functions of logits, or others."""
@@ -153,48 +158,47 @@ class OfflineTrainer(BaseTrainer):
         """
         raise NotImplementedError
 
-    def collate(self, examples: Sequence[Example]) -> Any:
-        """Make the rows of a micro-batch of examples."""
-        return self.rows_class.of(examples)
+    def collate(self, examples: Sequence[Example]) -> Batch:
+        """Make a micro-batch of examples."""
+        return Batch.of(
+            [make_group(example) for example in examples],
+            columns=batch_columns(examples),
+            keeps_groups=self.algorithm.needs.whole_groups,
+        )
 
     def reader(self, model: nn.Module) -> Reader:
-        """What reads the hidden states of rows, for ranks to agree on their layout."""
+        """Make what reads hidden states, for ranks to agree on the layout of rows."""
         return self.scorer.token_reader(model)
 
-    def statistic(self, rows: Any) -> LogitStatistic | None:
-        """What is read off the logits of some rows besides log-probabilities."""
-        return None
+    def token_reader(self, model: nn.Module, mode: Mode) -> TokenReader:
+        """Make what reads log-probabilities, and where they are logged entropies and statistics."""
+        needs, is_logged = self.algorithm.needs, self.logs_next(mode)
+        statistic = needs.statistic
+        if statistic is None and is_logged:
+            statistic = needs.logged_statistic
+        return self.scorer.token_reader(model, with_entropy=is_logged, statistic=statistic)
 
-    def score(self, model: nn.Module, rows: Any) -> Any:
-        """Compute what the loss of the rows of a micro-batch depends on, with gradient."""
-        reader = self.scorer.token_reader(
-            model, with_entropy=self.logs_next(rows.mode), statistic=self.statistic(rows)
-        )
+    def score(self, model: nn.Module, batch: Batch) -> tuple[Batch, Any]:
+        """Score a chunk with gradient: the chunk, which may get columns, and what its loss reads.
+
+        An evaluation batch is scored without gradient, as a whole.
+        """
+        reader = self.token_reader(model, batch.mode)
         readers: list[Reader] = [reader]
-        if rows.mode == "eval" and self._logit_metrics is not None:
-            readers.append(self._logit_metrics.reader(self.scorer.heads.find(model), rows))
-        (results, *_), aux_loss = self.scorer.read(model, rows.flat, readers)
+        if batch.mode == "eval" and self._logit_metrics is not None:
+            readers.append(self._logit_metrics.reader(self.scorer.heads.find(model), batch))
+        (results, *_), aux_loss = self.scorer.read(model, batch.rows, readers)
         scores = reader.scores(results, aux_loss=aux_loss)
-        self.guard.watch("log-probability", scores.logps, rows.flat)
-        return scores
+        self.guard.watch("log-probability", scores.logps, batch.rows)
+        return batch, scores
 
-    def loss_of(self, scores: Any, rows: Any) -> Tensor:
-        """Return the sum of the losses of some rows (k,); the totals of the step divide it.
+    def annotate(self, step: Step) -> Step:
+        """Add the columns of a step that are computed without gradient."""
+        return step
 
-        Metrics go to `self.metrics[rows.mode]`.
-        """
-        raise NotImplementedError
-
-    def weigh(self, rows: Any) -> Tensor:
-        """Say what the sums of `loss_of` (k,) are divided by, once it is added up over a step."""
-        return rows.values["counts"].sum()[None]
-
-    def before_step(self, batches: list[Any]) -> list[Any]:
-        """Add to the micro-batches of an optimizer step what is computed without gradient.
-
-        Each knows `totals` and is on the device; an evaluation batch is a step of its own.
-        """
-        return batches
+    def num_tokens(self, batch: Batch) -> int:
+        """Count the tokens of a batch for `num_tokens` in the log."""
+        return batch.num_tokens
 
     def pack_size(self, mode: Mode) -> int | None:
         """Tokens of a pack of items that counts as one row of a micro-batch; None: no packs."""
@@ -270,25 +274,22 @@ class OfflineTrainer(BaseTrainer):
 
     # --- One training step ---
 
-    def take_step(self, inputs: list[Any], mode: Mode) -> list[Any]:
-        """Let the micro-batches of an optimizer step share the total of their losses."""
-        counts = [torch.cat([self.weigh(rows), torch.tensor([rows.tokens()])]) for rows in inputs]
-        sums = self.ranks.sum(torch.stack(counts).sum(0).to(self.args.device))
-        totals = sums[:-1]
+    def take_step(self, inputs: list[Batch], mode: Mode) -> list[Batch]:
+        """Annotate the micro-batches of an optimizer step, and let them know its totals."""
+        self._agree_on(max(inputs, key=lambda batch: max(batch.rows.lengths)))
         if mode == "train":
-            self._tokens = sums[-1] // self.ranks.per_row
-        else:
-            totals = self.weigh(inputs[0]).to(self.args.device)
-        self._agree_on(max(inputs, key=lambda rows: max(rows.flat.lengths)))
-        batches = [rows.of_step(totals, len(inputs), mode).to(self.args.device) for rows in inputs]
-        return self.before_step(batches)
+            tokens = torch.tensor(sum(self.num_tokens(batch) for batch in inputs))
+            self._tokens = self.ranks.sum(tokens) // self.ranks.per_row
+        batches = [replace(batch, mode=mode).to(self.args.device) for batch in inputs]
+        step = Step(batches=with_totals(batches, self.ranks), ranks=self.ranks)
+        return self.credit(self.annotate(step)).batches
 
-    def _agree_on(self, rows: Any, model: nn.Module | None = None) -> None:
+    def _agree_on(self, batch: Batch, model: nn.Module | None = None) -> None:
         """Let all ranks decide together in which layout rows up to this length are scored."""
         if self.ranks.count > 1:
             with self.accelerator.autocast():
                 reader = self.reader(self.model)
-                self.scorer.agree(model or self.model, rows.flat, self.ranks.max, reader)
+                self.scorer.agree(model or self.model, batch.rows, self.ranks.max, reader)
 
     def evaluation_loop(self, *args: Any, **options: Any) -> Any:
         """Evaluate; metrics of `compute_metrics` are added to the others."""
@@ -315,34 +316,30 @@ class OfflineTrainer(BaseTrainer):
         tables = found.table(self.ranks, rows)
         return output._replace(predictions=tables.get("scores", tables or None))
 
-    def keep(self, rows: Any, **values: Tensor) -> None:
-        """Remember values (B, K) of the answers of some rows, if they are a part of `predict`."""
-        if self._predictions is not None:
-            self._predictions.add(rows, values)
+    def loss(self, scores: Any, batch: Batch) -> LossTerms:
+        """Return the terms of the loss of a chunk: of each the sum, and its total over the step.
 
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: Any,
-        return_outputs: bool = False,
-        num_items_in_batch: Any = None,
-    ) -> Tensor:
-        """Return the loss of one micro-batch."""
-        if return_outputs:
-            raise ValueError(f"return_outputs=True cannot be used: {NO_LOGITS}.")
-        mode: Mode = inputs.mode
-        with self.phases("forward"):
-            scores = self.score(model, inputs)
-        sums = self.loss_of(scores, inputs)
+        Metrics go to `self.metrics[batch.mode]`.
+        """
+        self.collect_predictions(scores, batch)
+        return super().loss(scores, batch)
+
+    def collect_predictions(self, scores: Any, batch: Batch) -> None:
+        """Keep what `predict` returns, while it runs."""
+        if self._predictions is not None:
+            self._predictions.add(batch, self.algorithm.predictions(scores, batch))
+
+    def record_loss(self, terms: LossTerms, mode: Mode) -> None:
+        """Record the loss of an evaluation batch; transformers would weigh batches by their rows.
+
+        Totals are of all ranks, each of which records its share of them.
+        """
         if mode == "train":
-            loss = (sums / self.per_micro_batch(inputs.totals, inputs)).sum()
-        else:  # what transformers makes of losses of batches weighs them by their rows
-            self.metrics[mode].mean("loss", sums, inputs.totals)
-            loss = (sums / inputs.totals.clamp(min=1)).sum()
-        if (aux_loss := getattr(scores, "aux_loss", None)) is not None:
-            loss = loss + self.router_coefficient * aux_loss * inputs.share_of_micro_batch
-            self.metrics[mode].value("aux_loss", aux_loss)
-        return loss
+            return
+        sums = [term_sum for name, (term_sum, _) in terms.items() if name != "aux_loss"]
+        totals = [total for name, (_, total) in terms.items() if name != "aux_loss"]
+        weights = torch.stack(totals) / self.ranks.count
+        self.metrics[mode].mean("loss", torch.stack(sums), weights)
 
     def check_update(self, step: int) -> None:
         """Count the tokens of the update, now that the device has been waited for."""

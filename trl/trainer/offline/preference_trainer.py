@@ -5,7 +5,6 @@ import json
 import os
 from collections.abc import Mapping
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,9 +13,11 @@ import torch
 import transformers
 from datasets import Dataset, IterableDataset
 from datasets import config as cache
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
+from ...algorithms.preferences import PreferenceAlgorithm
+from ...batch import Step
 from ...data.cutting import Cut
 from ...data.encode import TextEncoder
 from ...data.examples import RowReader, answers_of, token_counts
@@ -27,10 +28,9 @@ from ...data.streams import PreparedStream
 from ...models.patches import attention_implementation
 from ...models.reference import FrozenCopy, ReferencePolicy, whole_weights
 from ...models.unwrap import causal_model
-from ...ops.logit_statistics import LogitStatistic, MeanLogit
-from ...ops.masking import masked_sum
-from ...types import Mode, TokenScores
+from ...types import Mode
 from ..attributes import PREFERENCE_OPTIONS, PREFERENCE_PROPERTIES, add_trl_properties
+from ..base.annotate import Annotator
 from ..uncalled import OFFLINE, PREFERENCE
 from .batches import prepare_answers
 from .offline_config import PreferenceConfig
@@ -38,8 +38,6 @@ from .offline_trainer import OfflineTrainer
 
 READ_AT_ONCE = 1000  # rows of a dataset
 VERSION = 2  # of files of precomputed log-probabilities, changed with what is stored
-Values = dict[str, Tensor]
-Sides = Mapping[str, tuple[int, Tensor]]
 
 
 @add_trl_properties(PREFERENCE_OPTIONS, PREFERENCE_PROPERTIES)
@@ -51,11 +49,12 @@ class PreferenceTrainer(OfflineTrainer):
     """
 
     args: PreferenceConfig
+    algorithm: PreferenceAlgorithm
     learner: ClassVar[Learner]
     uncalled_methods = OFFLINE | PREFERENCE
     train_dataset: Any
     unpairs: ClassVar[bool] = False  # whether a pair becomes two answers with a label
-    _has_let_go = False  # of the reference
+    _reference_released = False  # once it is not needed any more
 
     def __init__(
         self,
@@ -83,7 +82,7 @@ class PreferenceTrainer(OfflineTrainer):
     ) -> Cut | PreparedStream:
         """Tokenize prompts with their answers, and decide what is left of them."""
         option = "precompute_ref_log_probs=True"
-        if args.precompute_ref_log_probs and self._has_let_go:
+        if args.precompute_ref_log_probs and self._reference_released:
             raise ValueError(
                 f"{option}: the reference is not kept while training, so only evaluation sets that "
                 "were passed to the trainer can be evaluated."
@@ -95,13 +94,14 @@ class PreferenceTrainer(OfflineTrainer):
         return prepare_answers(dataset, encoder, args, args.limits, self.unpairs, self.learner)
 
     def begin_training(self) -> None:
-        """Compute what is wanted beforehand, and let go of a model that is not needed for more."""
+        """Score all answers with the reference if that is asked for, and release its weights."""
         if self.reference is None or not self.args.precompute_ref_log_probs:
             return
         # By now the policy is prepared for training, as it must be where it is sharded.
         self._precompute(self.reference)
         if isinstance(self.reference, FrozenCopy):
-            self.reference, self._has_let_go = None, True
+            self.reference = None
+            self._reference_released = True
 
     def _precompute(self, reference: ReferencePolicy) -> None:
         with reference.active(self.model) as model:
@@ -133,63 +133,38 @@ class PreferenceTrainer(OfflineTrainer):
         self, dataset: Dataset, model: nn.Module, limits: tuple[int, int | None]
     ) -> np.ndarray:
         """Log-probabilities (rows, K) of answers of a dataset; each rank computes its share."""
-        mine = []
+        local = []
         batches = MicroBatchSampler(token_counts(dataset), *limits, place=self.ranks.data_shard)
         reader = RowReader(dataset)
-        for rows in DataLoader(reader, batch_sampler=batches, collate_fn=self.collate):
-            self._agree_on(rows, model)
-            found = self.frozen(model, rows.to(self.args.device))
-            mine.append(found.cpu()[rows.values["counts"]])
-        shares = self.ranks.gather_objects(mine)[:: self.ranks.per_row]
+        annotator = self.annotator
+        for batch in DataLoader(reader, batch_sampler=batches, collate_fn=self.collate):
+            self._agree_on(batch, model)
+            batch = batch.to(self.args.device)
+            with self.phases("scoring"):
+                token_logps = annotator.logps(model, batch)
+            logps = batch.by_group(self.algorithm.answer_logps(token_logps, batch))
+            local.append(logps[batch.group_mask].cpu())
+        of_ranks = self.ranks.gather_objects(local)[:: self.ranks.per_row]
         # Micro-batches were dealt in turn, see `share_of_rank`.
-        return torch.cat([part for turn in zip(*shares, strict=True) for part in turn]).numpy()
+        return torch.cat([part for turn in zip(*of_ranks, strict=True) for part in turn]).numpy()
 
-    def before_step(self, batches: list[Any]) -> list[Any]:
-        """Add the `ref_logps` of answers (B, K), unless they were computed beforehand."""
-        if "ref_logps" in batches[0].values:
-            return batches
-        if self.reference is None:  # all answers have the same probability
-            return [rows.with_values(ref_logps=rows.values["lengths"] * 0.0) for rows in batches]
-        with self.reference.active(self.model) as model:
-            return [rows.with_values(ref_logps=self.frozen(model, rows)) for rows in batches]
+    @property
+    def annotator(self) -> Annotator:
+        """Scores without gradient, in the chunks of training."""
+        return Annotator(
+            policy=lambda: self.model,
+            scorer=self.scorer,
+            guard=self.guard,
+            chunks=self.runner.chunks,
+            size=self._scoring,
+            autocast=self.accelerator.autocast,
+            reference=self.reference,
+        )
 
-    @torch.no_grad()
-    def frozen(self, model: nn.Module, rows: Any) -> Tensor:
-        """Log-probabilities of the answers of some rows (B, K), in the pieces of training."""
-
-        def score(part: Any) -> Tensor:
-            scores = self.scorer.frozen_scores(model, part.flat)
-            self.guard.watch("log-probability without gradient", scores.logps, part.flat)
-            return self.answer_logps(scores, part)
-
-        def work(at: range) -> Tensor:
-            return torch.cat(list(map(score, self.runner.chunks(rows.select(at)))))
-
-        with self.phases("scoring"), self.accelerator.autocast():
-            return torch.cat(self._scoring.run(len(rows), work))
-
-    def answer_logps(self, scores: TokenScores, rows: Any) -> Tensor:
-        """Log-probabilities of the answers of some rows (B, K): sums over their tokens."""
-        return rows.by_group(scores.logps.sum(1))
-
-    def statistic(self, rows: Any) -> LogitStatistic | None:
-        """What is read off logits besides log-probabilities: their mean, when it is logged."""
-        return MeanLogit() if self.logs_next(rows.mode) else None
-
-    def record(self, rows: Any, scores: TokenScores, values: Values, sides: Sides) -> None:
-        """Record means of values (B, K) of answers, and of logits, for both sides of preferences.
-
-        `sides` says which answer is chosen, and which is rejected, of which prompts (B,).
-        """
-        store, tokens = self.metrics[rows.mode], rows.token_mask()
-        count = {name: torch.ones_like(found) for name, found in values.items()}
-        if scores.mean_logit is not None:
-            values = values | {"logits": rows.by_group(masked_sum(scores.mean_logit, tokens, 1))}
-            count["logits"] = rows.by_group(tokens.sum(1))
-        for (side, (answer, mask)), name in product(sides.items(), values):
-            found = (masked_sum(x[name][:, answer], mask) for x in (values, count))
-            store.mean(f"{name}/{side}", *found)
-        self.keep(rows, **{name: found for name, found in values.items() if name != "logits"})
+    def annotate(self, step: Step) -> Step:
+        """Score the answers of a step with the reference, and with the policy where losses ask."""
+        with self.phases("scoring"):
+            return self.annotator(step, self.algorithm.needs)
 
 
 def scoring_facts(args: PreferenceConfig, model: nn.Module) -> dict[str, Any]:
