@@ -1,8 +1,5 @@
 """DPO: a policy learns which of two answers is preferred, without a reward model."""
 
-import dataclasses
-from typing import Any
-
 from ..algorithms.dpo import DPO
 from ..data.preference_rows import Learner
 from ..ops.preference_losses import PairOptions
@@ -27,6 +24,7 @@ class DPOTrainer(PreferenceTrainer):
     messages, or ids. Arguments are those of `PreferenceTrainer`.
     """
 
+    args: DPOConfig
     config_class = DPOConfig
     learner = Learner("DPO", ("pair",))
     evaluation_metrics = (
@@ -37,13 +35,19 @@ class DPOTrainer(PreferenceTrainer):
     )
     method = Method("DPO", "dpo", arxiv="2305.18290")
 
-    def make_algorithm(self, args: Any) -> DPO:
+    def make_algorithm(self) -> DPO:
         """Make DPO of the options."""
-        names = [field.name for field in dataclasses.fields(PairOptions)]
+        args = self.args
         return DPO(
             losses=args.losses,
             beta=args.beta,
-            options=PairOptions(**{name: getattr(args, name) for name in names}),
+            options=PairOptions(
+                beta=args.beta,
+                label_smoothing=args.label_smoothing,
+                f_divergence_type=args.f_divergence_type,
+                f_alpha_divergence_coef=args.f_alpha_divergence_coef,
+                discopop_tau=args.discopop_tau,
+            ),
             ld_alpha=args.ld_alpha,
             use_weighting=args.use_weighting,
             has_reference=args.needs_reference,

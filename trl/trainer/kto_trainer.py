@@ -37,6 +37,7 @@ class KTOTrainer(PreferenceTrainer):
     two answers each. Arguments are those of `PreferenceTrainer`.
     """
 
+    args: KTOConfig
     config_class = KTOConfig
     evaluation_metrics = EVERY_EVALUATION | SIDES | {"entropy", "kl", "rewards/margins"}
     learner = Learner("KTO", ("labelled", "pair"))
@@ -60,13 +61,13 @@ class KTOTrainer(PreferenceTrainer):
             advise_weights(np.asarray(prepared["label"][:]), args)
         return with_kl_answers(answers, args.limits, args.seed) if args.estimates_kl else prepared
 
-    def make_algorithm(self, args: KTOConfig) -> KTO:
+    def make_algorithm(self) -> KTO:
         """Make KTO of the options."""
         return KTO(
-            beta=args.beta,
-            desirable_weight=args.desirable_weight,
-            undesirable_weight=args.undesirable_weight,
-            estimates_kl=args.estimates_kl,
+            beta=self.args.beta,
+            desirable_weight=self.args.desirable_weight,
+            undesirable_weight=self.args.undesirable_weight,
+            estimates_kl=self.args.estimates_kl,
         )
 
     def num_tokens(self, batch: Batch) -> int:
@@ -124,7 +125,8 @@ class KTOTrainer(PreferenceTrainer):
 
     def _score_with_mismatched(self, model: nn.Module, batch: Batch) -> tuple[Batch, TokenScores]:
         """Score a step in one forward: mismatched answers without gradient, and the estimate."""
-        own, mismatched = batch.select_branch(0), batch.select_branch(1)
+        own = batch.select_branch(0)
+        mismatched = batch.select_branch(1)
         reader = self.token_reader(model, batch.mode)
         scores, logps = self.scorer.with_others(
             model, own.rows, mismatched.rows, reader.with_entropy, reader.statistic

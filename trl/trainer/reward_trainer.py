@@ -35,6 +35,7 @@ class RewardTrainer(OfflineTrainer):
     trained. Arguments are those of `OfflineTrainer`.
     """
 
+    args: RewardConfig
     config_class = RewardConfig
     learner = Learner("A reward model", ("pair", "ranked"))
     evaluation_metrics = EVERY_EVALUATION | {
@@ -69,9 +70,9 @@ class RewardTrainer(OfflineTrainer):
         answers = prepare_answers(dataset, encoder, args, limits, learner=self.learner)
         return answers if isinstance(answers, PreparedStream) else answers.checked(str(limits))
 
-    def make_algorithm(self, args: RewardConfig) -> RewardModel:
+    def make_algorithm(self) -> RewardModel:
         """Make the algorithm of the options."""
-        return RewardModel(center_rewards_coefficient=args.center_rewards_coefficient)
+        return RewardModel(center_rewards_coefficient=self.args.center_rewards_coefficient)
 
     def reader(self, model: nn.Module) -> Reader:
         """Make what reads the layer of the score at the last token of each row."""
@@ -91,12 +92,8 @@ class RewardTrainer(OfflineTrainer):
 
     def _own_scores(self, model: nn.Module, batch: Batch) -> Tensor:
         """Scores (B,) of a classifier that reads all tokens of a prompt with its answer."""
-        layout = plain_layout(
-            batch.rows,
-            self.processing_class.pad_token_id,
-            self.args.device,
-            self.args.pad_to_multiple_of,
-        )
+        scorer = self.scorer
+        layout = plain_layout(batch.rows, scorer.pad_id, scorer.device, scorer.pad_multiple)
         inputs = {"input_ids": layout.inputs["input_ids"]}
         if "attention_mask" in layout.inputs:  # there is none without padding
             inputs["attention_mask"] = layout.inputs["attention_mask"]

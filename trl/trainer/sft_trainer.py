@@ -40,6 +40,7 @@ class SFTTrainer(OfflineTrainer):
     of `OfflineTrainer`.
     """
 
+    args: SFTConfig
     config_class = SFTConfig
     evaluation_metrics = EVERY_EVALUATION | TOKENS | {"loss/*"}
     method = Method("SFT", "sft")
@@ -87,9 +88,9 @@ class SFTTrainer(OfflineTrainer):
             logit_metrics=logit_metrics,
         )
 
-    def make_algorithm(self, args: SFTConfig) -> SFT:
+    def make_algorithm(self) -> SFT:
         """Make SFT of the options."""
-        return SFT(loss_type=args.loss_type)
+        return SFT(loss_type=self.args.loss_type)
 
     def prepare_dataset(
         self, dataset: Any, encoder: TextEncoder, args: SFTConfig, mode: Mode

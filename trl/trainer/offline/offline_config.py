@@ -1,5 +1,6 @@
 """Options shared by every trainer that learns from the examples of a dataset."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,7 +18,7 @@ from ..base.options import EARLIER_ARGUMENTS, ignored, refused
 
 PIECE_ON_ACCELERATOR = 8192  # tokens; not measured
 NO_LOGITS = "logits are never held as a whole, and rows are not padded"
-# Arguments of constructors that cannot be served, in their order there, and why.
+# Arguments of constructors that cannot be used, and why.
 UNSUPPORTED = {
     "data_collator": "rows are laid out by the trainer, without padding. To choose the tokens in "
     "the loss, give `input_ids` with `labels`",
@@ -25,6 +26,13 @@ UNSUPPORTED = {
     "compute_metrics": f"{NO_LOGITS}. Metrics are in the log; others can be added in `loss`",
     "preprocess_logits_for_metrics": NO_LOGITS,
 }
+
+
+def check_unsupported(arguments: Mapping[str, object]) -> None:
+    """Refuse arguments of a constructor, by name, that cannot be used; None is no argument."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise ValueError(f"{name} cannot be used: {UNSUPPORTED[name]}. Leave it out.")
 
 
 @dataclass

@@ -35,7 +35,7 @@ from ..base.policy import (
 )
 from ..uncalled import OFFLINE
 from .batches import Predictions
-from .offline_config import UNSUPPORTED, OfflineConfig, set_template
+from .offline_config import OfflineConfig, check_unsupported, set_template
 
 BUFFERED = 10_000  # rows of a stream that is shuffled
 
@@ -81,10 +81,14 @@ class OfflineTrainer(BaseTrainer):
         logit_metrics: LogitMetrics | None = None,
     ):
         self._logit_metrics = logit_metrics
-        given = data_collator, compute_loss_func, compute_metrics, preprocess_logits_for_metrics
-        pairs = zip(UNSUPPORTED, given, strict=True)
-        if found := [name for name, value in pairs if value is not None]:
-            raise ValueError(f"{found[0]} cannot be used: {UNSUPPORTED[found[0]]}. Leave it out.")
+        check_unsupported(
+            {
+                "data_collator": data_collator,
+                "compute_loss_func": compute_loss_func,
+                "compute_metrics": compute_metrics,
+                "preprocess_logits_for_metrics": preprocess_logits_for_metrics,
+            }
+        )
         args = checked_args(model, args, self.config_class, self.method.name)
         check_additions(callbacks, optimizers)
         if train_dataset is None:
@@ -95,7 +99,11 @@ class OfflineTrainer(BaseTrainer):
         if isinstance(train_dataset, streams) and args.max_steps <= 0:
             raise ValueError("An iterable train_dataset has no length: set max_steps above 0.")
         policy = prepare_policy(
-            *(model, args, processing_class, quantization_config, peft_config),
+            model,
+            args,
+            processing_class,
+            quantization_config,
+            peft_config,
             change=partial(self.adapt, args=args),
         )
         check_optimizer(policy.model, optimizers[0])
@@ -113,7 +121,7 @@ class OfflineTrainer(BaseTrainer):
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
         )
-        self.algorithm = self.make_algorithm(args)
+        self.algorithm = self.make_algorithm()
         self._make_scorer()
         if self.ranks.per_row > 1:
             from ...models.context_parallel import ContextParallel, check_divisible
@@ -126,12 +134,12 @@ class OfflineTrainer(BaseTrainer):
 
         DeepSpeed's own attention would drop the masks that keep the documents of a row apart.
         """
-        given = self.args.parallelism_config
+        parallelism_config = self.args.parallelism_config
         if self.args.parallelism.sp_size > 1:
             names = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
             self.args.parallelism_config = ParallelismConfig(**dict.fromkeys(names, 1))
         super().create_accelerator_and_postprocess()
-        self.args.parallelism_config = given
+        self.args.parallelism_config = parallelism_config
 
     def get_cp_size(self) -> int:
         """Ranks that have the same rows, for `transformers` to count the rows of an update."""
@@ -139,8 +147,8 @@ class OfflineTrainer(BaseTrainer):
 
     # --- What a subclass says ---
 
-    def make_algorithm(self, args: Any) -> Algorithm[Any]:
-        """Make the algorithm of the options."""
+    def make_algorithm(self) -> Algorithm[Any]:
+        """Make the algorithm of the options; called once, when the trainer is made."""
         raise NotImplementedError
 
     def may_log_own_metrics(self) -> bool:
@@ -172,7 +180,8 @@ class OfflineTrainer(BaseTrainer):
 
     def token_reader(self, model: nn.Module, mode: Mode) -> TokenReader:
         """Make what reads log-probabilities, and where they are logged entropies and statistics."""
-        needs, is_logged = self.algorithm.needs, self.logs_next(mode)
+        needs = self.algorithm.needs
+        is_logged = self.logs_next(mode)
         statistic = needs.statistic
         if statistic is None and is_logged:
             statistic = needs.logged_statistic
@@ -219,7 +228,8 @@ class OfflineTrainer(BaseTrainer):
         return prepared
 
     def _loader(self, dataset: Any, mode: Mode) -> tuple[DataLoader[Any], Any]:
-        args, place = self.args, self.ranks.data_shard
+        args = self.args
+        place = self.ranks.data_shard
         is_training = mode == "train"
         rows = args.per_device_train_batch_size if is_training else args.per_device_eval_batch_size
         limits = rows, args.max_tokens_per_micro_batch, self.pack_size(mode)
@@ -297,8 +307,9 @@ class OfflineTrainer(BaseTrainer):
             return super().evaluation_loop(*args, **options)
         self._logit_metrics.begin()
         output = super().evaluation_loop(*args, **options)
-        found, prefix = self._logit_metrics.result(self.ranks), options["metric_key_prefix"]
-        output.metrics.update({f"{prefix}_{name}": value for name, value in found.items()})
+        prefix = options["metric_key_prefix"]
+        for name, value in self._logit_metrics.result(self.ranks).items():
+            output.metrics[f"{prefix}_{name}"] = value
         return output
 
     def predict(self, test_dataset: Any, *args: Any, **options: Any) -> Any:
@@ -307,13 +318,13 @@ class OfflineTrainer(BaseTrainer):
         Log-probabilities and rewards are by name, scores alone. Rows that are left out because of
         their length have NaN.
         """
-        self._predictions = found = Predictions()
+        self._predictions = predictions = Predictions()
         try:
             output = super().predict(test_dataset, *args, **options)
         finally:
             self._predictions = None
         rows = len(test_dataset) if isinstance(test_dataset, Dataset) else None
-        tables = found.table(self.ranks, rows)
+        tables = predictions.table(self.ranks, rows)
         return output._replace(predictions=tables.get("scores", tables or None))
 
     def loss(self, scores: Any, batch: Batch) -> LossTerms:

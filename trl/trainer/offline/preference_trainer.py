@@ -113,7 +113,9 @@ class PreferenceTrainer(OfflineTrainer):
             elif self.eval_dataset is not None:
                 self.eval_dataset = score(self.eval_dataset)
 
-    def _with_ref_logps(self, dataset: Dataset, model: nn.Module, weights: Any) -> Dataset:
+    def _with_ref_logps(
+        self, dataset: Dataset, model: nn.Module, weights: "hashlib._Hash"
+    ) -> Dataset:
         """Add log-probabilities of answers to a dataset, computed now or by an equal run before."""
         args = self.args
         rows = args.precompute_ref_batch_size or args.per_device_train_batch_size
@@ -167,37 +169,46 @@ class PreferenceTrainer(OfflineTrainer):
             return self.annotator(step, self.algorithm.needs)
 
 
-def scoring_facts(args: PreferenceConfig, model: nn.Module) -> dict[str, Any]:
+def scoring_facts(args: PreferenceConfig, model: nn.Module) -> dict[str, object]:
     """What log-probabilities under a model depend on, besides its weights and the tokens."""
     config = causal_model(model).config
-    names = ["bf16", "fp16", "shared_prefix", "logits_chunk_size", "pad_to_multiple_of"]
-    names += ["ld_alpha", "piece_tokens"]
-    options = {name: getattr(args, name, None) for name in names}
-    computed = {"attention": attention_implementation(config), "device": args.device.type}
-    return options | computed | {"config": config.to_json_string()}
+    return {
+        "attention": attention_implementation(config),
+        "bf16": args.bf16,
+        "config": config.to_json_string(),
+        "device": args.device.type,
+        "fp16": args.fp16,
+        "ld_alpha": getattr(args, "ld_alpha", None),  # DPO has it
+        "logits_chunk_size": args.logits_chunk_size,
+        "pad_to_multiple_of": args.pad_to_multiple_of,
+        "piece_tokens": args.piece_tokens,
+        "shared_prefix": args.shared_prefix,
+    }
 
 
-def _digest_of_weights(reference: ReferencePolicy) -> Any:
-    """Of all that a reference computes with; all ranks take part in putting it together."""
-    found, trained = hashlib.sha256(), getattr(reference.model, "active_adapter", None)
+def _digest_of_weights(reference: ReferencePolicy) -> "hashlib._Hash":
+    """Digest all weights that a reference computes with; all ranks take part in gathering them."""
+    digest = hashlib.sha256()
+    trained_adapter = getattr(reference.model, "active_adapter", None)
     for name, weight in whole_weights(reference.model):
-        if trained is None or trained not in name.split("."):
-            found.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
-            found.update(weight.contiguous().flatten().view(torch.uint8).numpy())
-    return found
+        if trained_adapter is None or trained_adapter not in name.split("."):
+            digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
+            digest.update(weight.contiguous().flatten().view(torch.uint8).numpy())
+    return digest
 
 
-def _key(weights: Any, facts: list[Any], dataset: Dataset) -> str:
-    """What names all that log-probabilities depend on: digest of weights, facts, and tokens."""
-    key, versions = weights.copy(), [VERSION, torch.__version__, transformers.__version__]
-    key.update(json.dumps([versions, *facts], sort_keys=True, default=str).encode())
+def _key(weights: "hashlib._Hash", facts: list[object], dataset: Dataset) -> str:
+    """Name all that log-probabilities depend on: digest of weights, facts, and tokens."""
+    digest = weights.copy()
+    versions = [VERSION, torch.__version__, transformers.__version__]
+    digest.update(json.dumps([versions, *facts], sort_keys=True, default=str).encode())
     reader = RowReader(dataset)
     for start in range(0, len(dataset), READ_AT_ONCE):
         rows = range(start, min(start + READ_AT_ONCE, len(dataset)))
         for example in reader.__getitems__(list(rows)):
             for ids in (example["prompt_ids"], *answers_of(example)):
-                key.update(np.array([len(ids), *ids], dtype=np.int32).tobytes())
-    return str(key.hexdigest()[:32])
+                digest.update(np.array([len(ids), *ids], dtype=np.int32).tobytes())
+    return digest.hexdigest()[:32]
 
 
 def _read(path: Path) -> np.ndarray | None:
