@@ -131,6 +131,7 @@ class BaseTrainer(StrictKeywordArguments, OverrideCheck, BestMetricCheck, Checkp
         model.train()
         if hasattr(self.optimizer, "train"):  # of schedule-free optimizers
             self.optimizer.train()
+        inputs = self._prepare_inputs(inputs)  # which users may override
         batch = inputs if isinstance(inputs, Batch) else self.prepare(inputs, "train")
         forward_backward = partial(self._forward_backward, model)
         loss = self.runner.run(batch, forward_backward, partial(self.accelerator.no_sync, model))
