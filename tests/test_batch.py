@@ -85,6 +85,25 @@ def test_fillers_count_in_no_total():
     assert batch.row_mask.tolist() == [True, True, False, False]
 
 
+def test_nothing_predicts_the_first_token_behind_an_empty_prefix():
+    batch = Batch.of([make_group([], [4, 5, 6], [7]), make_group([8], [9], [10])])
+    assert batch.lengths.tolist() == [2, 0, 1, 1]
+    assert batch.loss_mask.sum(1).tolist() == [2, 0, 1, 1]
+
+
+def test_tokens_of_fillers_and_of_shared_prefixes_do_not_count_again():
+    real = make_group([1, 2, 3], [4, 5, 6], [7])
+    filler = make_group([8], [9, 10], is_filler=True)
+    batch = Batch.of([real, filler])
+    assert batch.num_tokens == 3 + 3 + 1 and batch.tokens_per_unit() == [6, 1, 3]
+
+
+def test_rows_of_one_branch_of_each_group():
+    batch = Batch.of([make_group([1], [2, 3], [4]), make_group([5], [6], is_filler=True)])
+    assert batch.branch_mask(0).tolist() == [True, False, False]
+    assert batch.branch_mask(1).tolist() == [False, True, False]
+
+
 def test_a_batch_in_no_step_has_no_totals(batch):
     with pytest.raises(ValueError, match="in no optimizer step: call `with_totals`"):
         batch.totals  # noqa: B018

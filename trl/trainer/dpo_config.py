@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar
 
-from ..ops.preference_losses import PAIR_LOSSES, RANKED, WITHOUT_DIVERGENCE
+from ..algorithms.dpo import DPO
+from ..ops.preference_losses import PAIR_LOSSES, RANKED, WITHOUT_DIVERGENCE, PairOptions
 from ..options import option
 from ..suggestions import did_you_mean
 from .offline.offline_config import PreferenceConfig
@@ -75,6 +76,23 @@ class DPOConfig(PreferenceConfig):
     @property
     def needs_reference(self) -> bool:
         return not self.reference_free
+
+    def make_algorithm(self) -> DPO:
+        """Make DPO of these options."""
+        return DPO(
+            losses=self.losses,
+            beta=self.beta,
+            options=PairOptions(
+                beta=self.beta,
+                label_smoothing=self.label_smoothing,
+                f_divergence_type=self.f_divergence_type,
+                f_alpha_divergence_coef=self.f_alpha_divergence_coef,
+                discopop_tau=self.discopop_tau,
+            ),
+            ld_alpha=self.ld_alpha,
+            use_weighting=self.use_weighting,
+            has_reference=self.needs_reference,
+        )
 
     def _check_losses(self, names: list[str]) -> None:
         if unknown := [name for name in names if name not in LOSSES]:

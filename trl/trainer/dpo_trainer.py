@@ -1,8 +1,6 @@
 """DPO: a policy learns which of two answers is preferred, without a reward model."""
 
-from ..algorithms.dpo import DPO
 from ..data.preference_rows import Learner
-from ..ops.preference_losses import PairOptions
 from .base.best_metric import EVERY_EVALUATION, SIDES, TOKENS
 from .dpo_config import DPOConfig
 from .model_card import Method
@@ -34,21 +32,3 @@ class DPOTrainer(PreferenceTrainer):
         | {"rewards/accuracies", "rewards/margins", "rewards/ties"}
     )
     method = Method("DPO", "dpo", arxiv="2305.18290")
-
-    def make_algorithm(self) -> DPO:
-        """Make DPO of the options."""
-        args = self.args
-        return DPO(
-            losses=args.losses,
-            beta=args.beta,
-            options=PairOptions(
-                beta=args.beta,
-                label_smoothing=args.label_smoothing,
-                f_divergence_type=args.f_divergence_type,
-                f_alpha_divergence_coef=args.f_alpha_divergence_coef,
-                discopop_tau=args.discopop_tau,
-            ),
-            ld_alpha=args.ld_alpha,
-            use_weighting=args.use_weighting,
-            has_reference=args.needs_reference,
-        )

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from ..algorithms.kto import KTO
 from ..options import option
 from .offline.offline_config import PreferenceConfig
 
@@ -22,3 +23,12 @@ class KTOConfig(PreferenceConfig):
     def estimates_kl(self) -> bool:
         """Whether answers are compared with an estimate of the KL divergence."""
         return self.loss_type == "kto"
+
+    def make_algorithm(self) -> KTO:
+        """Make KTO of these options."""
+        return KTO(
+            beta=self.beta,
+            desirable_weight=self.desirable_weight,
+            undesirable_weight=self.undesirable_weight,
+            estimates_kl=self.estimates_kl,
+        )

@@ -61,15 +61,6 @@ class KTOTrainer(PreferenceTrainer):
             advise_weights(np.asarray(prepared["label"][:]), args)
         return with_kl_answers(answers, args.limits, args.seed) if args.estimates_kl else prepared
 
-    def make_algorithm(self) -> KTO:
-        """Make KTO of the options."""
-        return KTO(
-            beta=self.args.beta,
-            desirable_weight=self.args.desirable_weight,
-            undesirable_weight=self.args.undesirable_weight,
-            estimates_kl=self.args.estimates_kl,
-        )
-
     def num_tokens(self, batch: Batch) -> int:
         """Count the tokens of prompts and their own answers."""
         return batch.select_branch(0).num_tokens

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ..algorithms.reward import RewardModel
 from ..options import option
 from .offline.offline_config import OfflineConfig
 
@@ -23,3 +24,7 @@ class RewardConfig(OfflineConfig):
     router_aux_loss_coef: float | None = option(
         0.0, "Only 0: classifiers do not return the load-balancing loss.", ge=0, le=0
     )
+
+    def make_algorithm(self) -> RewardModel:
+        """Make the algorithm of these options."""
+        return RewardModel(center_rewards_coefficient=self.center_rewards_coefficient)

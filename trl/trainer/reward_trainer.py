@@ -5,7 +5,6 @@ from typing import Any, cast
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from ..algorithms.reward import RewardModel
 from ..batch import Batch
 from ..data.encode import TextEncoder
 from ..data.preference_cutting import PreferenceLimits
@@ -69,10 +68,6 @@ class RewardTrainer(OfflineTrainer):
         limits = PreferenceLimits(max_length=args.max_length, truncation_mode="drop")
         answers = prepare_answers(dataset, encoder, args, limits, learner=self.learner)
         return answers if isinstance(answers, PreparedStream) else answers.checked(str(limits))
-
-    def make_algorithm(self) -> RewardModel:
-        """Make the algorithm of the options."""
-        return RewardModel(center_rewards_coefficient=self.args.center_rewards_coefficient)
 
     def reader(self, model: nn.Module) -> Reader:
         """Make what reads the layer of the score at the last token of each row."""

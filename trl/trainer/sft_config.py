@@ -4,6 +4,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
+from ..algorithms.sft import SFT
 from ..options import option
 from .offline.offline_config import OfflineConfig
 
@@ -60,6 +61,10 @@ class SFTConfig(OfflineConfig):
                 warnings.warn(f"{name}={old!r} is now {new!r}.", FutureWarning, stacklevel=4)
                 setattr(self, name, new)
         super().__post_init__()
+
+    def make_algorithm(self) -> SFT:
+        """Make SFT of these options."""
+        return SFT(loss_type=self.loss_type)
 
     def _problems(self) -> dict[str, Any]:
         packs, given = self.packing or self.eval_packing, self.long_rows

@@ -9,7 +9,6 @@ from datasets import Dataset, IterableDataset
 from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 
-from ..algorithms.sft import SFT
 from ..data.cutting import DocumentLimits, cut_documents
 from ..data.encode import TextEncoder
 from ..data.examples import RowReader, format_document
@@ -87,10 +86,6 @@ class SFTTrainer(OfflineTrainer):
             compute_loss_func=compute_loss_func,
             logit_metrics=logit_metrics,
         )
-
-    def make_algorithm(self) -> SFT:
-        """Make SFT of the options."""
-        return SFT(loss_type=self.args.loss_type)
 
     def prepare_dataset(
         self, dataset: Any, encoder: TextEncoder, args: SFTConfig, mode: Mode

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice
 from typing import Any, ClassVar
 
@@ -44,7 +44,6 @@ class BaseTrainer(StrictKeywordArguments, OverrideCheck, BestMetricCheck, Checkp
     """
 
     method: ClassVar[Method]
-    algorithm: Algorithm[Any]
     _moving_reference: MovingReference | None = None
     _prefix = ""  # of the metrics of the evaluation that is running
 
@@ -73,6 +72,12 @@ class BaseTrainer(StrictKeywordArguments, OverrideCheck, BestMetricCheck, Checkp
             from ...memory.callback import MemoryCallback
 
             self.add_callback(MemoryCallback(self.phases.meter, passes=False, metrics=False))
+
+    @cached_property
+    def algorithm(self) -> Algorithm[Any]:
+        """What is trained: the algorithm of the options."""
+        algorithm: Algorithm[Any] = self.args.make_algorithm()
+        return algorithm
 
     def prepare(self, inputs: Any, mode: Mode) -> Any:
         """Turn what the loader gave into the rows of a micro-batch."""

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from ...algorithms.base import Algorithm
 from ...data.preference_cutting import PreferenceLimits
 from ...data.templates import clone_chat_template, read_template, take_template
 from ...models.loading import end_with
@@ -93,6 +94,10 @@ class OfflineConfig(BaseConfig):
         if self.max_tokens_per_piece is not None:
             return self.max_tokens_per_piece
         return self.piece_on_cpu if self.device.type == "cpu" else PIECE_ON_ACCELERATOR
+
+    def make_algorithm(self) -> Algorithm[Any]:
+        """Make the algorithm of these options."""
+        raise NotImplementedError
 
     @property
     def order_seed(self) -> int | None:

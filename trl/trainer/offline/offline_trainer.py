@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 
-from ...algorithms.base import Algorithm, LossTerms
+from ...algorithms.base import LossTerms
 from ...batch import Batch, Step, with_totals
 from ...data.encode import TextEncoder
 from ...data.examples import Example, RowReader, batch_columns, make_group, token_counts
@@ -44,8 +44,7 @@ BUFFERED = 10_000  # rows of a stream that is shuffled
 class OfflineTrainer(BaseTrainer):
     """The skeleton: preparing datasets, micro-batches, totals of a step, evaluation.
 
-    A subclass makes the `Algorithm` of its options (`make_algorithm`) and prepares datasets
-    (`prepare_dataset`).
+    The options of a subclass make its `Algorithm`; it says how datasets are prepared.
 
     Arguments are those of `transformers.Trainer`; `eval_dataset` may be a dictionary of datasets,
     the tokenizer is by default that of the model, and `data_collator`, `compute_metrics`,
@@ -91,13 +90,7 @@ class OfflineTrainer(BaseTrainer):
         )
         args = checked_args(model, args, self.config_class, self.method.name)
         check_additions(callbacks, optimizers)
-        if train_dataset is None:
-            raise ValueError("train_dataset is required.")
-        if not isinstance(train_dataset, PreparedStream):
-            check_dataset("train_dataset", train_dataset)
-        streams = (IterableDataset, PreparedStream)
-        if isinstance(train_dataset, streams) and args.max_steps <= 0:
-            raise ValueError("An iterable train_dataset has no length: set max_steps above 0.")
+        _check_train_dataset(train_dataset, args)
         policy = prepare_policy(
             model,
             args,
@@ -121,13 +114,16 @@ class OfflineTrainer(BaseTrainer):
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
         )
-        self.algorithm = self.make_algorithm()
         self._make_scorer()
         if self.ranks.per_row > 1:
-            from ...models.context_parallel import ContextParallel, check_divisible
+            self._divide_rows()
 
-            check_divisible(self.model, self.ranks.per_row, args.max_length)
-            self.scorer.context = ContextParallel(self.ranks.row_group())
+    def _divide_rows(self) -> None:
+        """Let several ranks score each row together."""
+        from ...models.context_parallel import ContextParallel, check_divisible
+
+        check_divisible(self.model, self.ranks.per_row, self.args.max_length)
+        self.scorer.context = ContextParallel(self.ranks.row_group())
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator; with `sp_size`, ranks of one row are ordinary ones to it.
@@ -146,10 +142,6 @@ class OfflineTrainer(BaseTrainer):
         return self.ranks.per_row
 
     # --- What a subclass says ---
-
-    def make_algorithm(self) -> Algorithm[Any]:
-        """Make the algorithm of the options; called once, when the trainer is made."""
-        raise NotImplementedError
 
     def may_log_own_metrics(self) -> bool:
         """Whether there are functions of logits, or others."""
@@ -363,3 +355,13 @@ class OfflineTrainer(BaseTrainer):
     def _prepare_context_parallel_inputs(self, model: nn.Module, inputs: Any) -> Any:
         """Rows are divided by the scorer, not by torch: it knows of documents and prompts."""
         return nullcontext, inputs
+
+
+def _check_train_dataset(dataset: Any, args: OfflineConfig) -> None:
+    """Refuse what cannot be trained on."""
+    if dataset is None:
+        raise ValueError("train_dataset is required.")
+    if not isinstance(dataset, PreparedStream):
+        check_dataset("train_dataset", dataset)
+    if isinstance(dataset, (IterableDataset, PreparedStream)) and args.max_steps <= 0:
+        raise ValueError("An iterable train_dataset has no length: set max_steps above 0.")
