@@ -94,6 +94,7 @@ OPTIONS = [
     ("PPO", {"num_mini_batches": 0}, "num_mini_batches=0 must be at least 1."),
     ("PPO", {"cliprange_value": -1.0}, "cliprange_value=-1.0 must be at least 0."),
     ("OnlineDPO", {"missing_eos_penalty": -1.0}, "missing_eos_penalty=-1.0 must be at least 0."),
+    ("Model", {"lora_alpha": 0}, "lora_alpha=0 must be above 0."),
     ("Model", {"lora_r": 0}, "lora_r=0 must be at least 1."),
     ("Model", {"lora_dropout": 1.5}, "lora_dropout=1.5 must be at least 0 and below 1."),
     # Choices.
@@ -339,6 +340,8 @@ RUNS = [
     ({"num_generations": 3}, "trl rloo: error: A generation round of 8 sequences cannot hold whole groups of --num_generations 3. Nearest legal: --num_generations 2 or 4,"),
     ({"load_in_4bit": "true", "load_in_8bit": "true"}, "trl rloo: error: load_in_8bit and load_in_4bit exclude each other; choose one."),
     ({"load_in_4bit": "true"}, "trl rloo: error: Quantized weights cannot be trained: add an adapter with peft_config (--use_peft), or leave the quantization out."),
+    ({"use_peft": "true", "lora_target_modules": "*"}, "trl rloo: error: target_modules (--lora_target_modules): '*' is no regular expression (nothing to repeat at position 0). For names of modules give a list."),
+    ({"eval_on_start": "true"}, "trl rloo: error: --eval_on_start true has nothing to evaluate on, because --eval_strategy is no: set --eval_strategy epoch or steps, or leave --eval_on_start out."),
     ({"use_peft": "true", "lora_target_modules": "qq_proj"}, "trl rloo: error: target_modules (--lora_target_modules): the model has no module 'qq_proj'. Did you mean q_proj? Modules with weight matrices are embed_tokens, q_proj,"),
     ({"resume_from_checkpoint": "true"}, "trl rloo: error: --resume_from_checkpoint true: nothing to resume in --output_dir 'out'. There is no checkpoint there. Without the option,"),
     ({"resume_from_checkpoint": "absent"}, "trl rloo: error: --resume_from_checkpoint 'absent': there is no such folder."),

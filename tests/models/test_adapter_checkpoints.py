@@ -10,7 +10,8 @@ from tiny import save_tiny, tiny_model
 from transformers import AutoModelForCausalLM
 
 from trl.models.adapter_checkpoints import check_adapters
-from trl.models.loading import CONFIG, WEIGHTS, storing_adapters_only
+from trl.models.adapter_files import CONFIG, WEIGHTS
+from trl.models.loading import storing_adapters_only
 from trl.models.reference import make_reference
 
 NAME = "base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"

@@ -194,6 +194,11 @@ def check_evaluation(training: BaseConfig, mixture: DatasetMixtureConfig) -> Non
             f"--test_split_size {share} keeps rows for evaluation, but --eval_strategy is no: set "
             "--eval_strategy epoch or steps, or leave --test_split_size out."
         )
+    if training.eval_on_start and training.eval_strategy == "no":
+        raise ValueError(
+            "--eval_on_start true has nothing to evaluate on, because --eval_strategy is no: set "
+            "--eval_strategy epoch or steps, or leave --eval_on_start out."
+        )
 
 
 def evaluation_split(splits: Splits, name: str, strategy: str) -> AnyDataset:

@@ -9,6 +9,7 @@ from torch import nn
 
 from ..imports import require
 from . import loading
+from .adapter_files import CONFIG, WEIGHTS
 from .reference import REFERENCE_ADAPTER
 from .unwrap import is_peft_model
 
@@ -19,12 +20,12 @@ SCALES = ("peft_type", "lora_alpha", "alpha_pattern", "use_rslora")
 def check_adapters(model: nn.Module, folder: str | Path) -> None:
     """Raise a ValueError if the adapters in a checkpoint differ from those of the model."""
     folder = Path(folder)
-    stored = {"default": folder} if (folder / loading.CONFIG).exists() else {}
-    stored |= {path.parent.name: path.parent for path in folder.glob(f"*/{loading.CONFIG}")}
+    stored = {"default": folder} if (folder / CONFIG).exists() else {}
+    stored |= {path.parent.name: path.parent for path in folder.glob(f"*/{CONFIG}")}
     trained = model.peft_config if is_peft_model(model) else {}
     _check_names(folder, trained.keys(), stored.keys())
     for name, config in trained.items():
-        path = stored[name] / loading.CONFIG
+        path = stored[name] / CONFIG
         model_options = config.to_dict()
         stored_options = json.loads(path.read_text(encoding="utf-8"))
         for option in SCALES:
@@ -35,7 +36,7 @@ def check_adapters(model: nn.Module, folder: str | Path) -> None:
                     f"{path}: {option} is {value!r}, but {expected!r} in the adapter {name!r} of "
                     "the model; resume with the options of the run."
                 )
-        _check_tensors(model, name, stored[name] / loading.WEIGHTS)
+        _check_tensors(model, name, stored[name] / WEIGHTS)
 
 
 def _check_names(folder: Path, trained: Set[str], stored: Set[str]) -> None:

@@ -31,7 +31,13 @@ def check_adapter_modules(model: nn.Module, peft_config: "PeftConfig") -> None:
     for option, names in module_names.items():
         if not names or str(names).lower() in RESOLVED_BY_PEFT:
             continue
-        missing = _missing(names, model)
+        try:
+            missing = _missing(names, model)
+        except re.error as error:
+            raise ValueError(
+                f"{option} (--lora_{option}): {names!r} is no regular expression ({error}). For "
+                "names of modules give a list."
+            ) from None
         if not missing:
             continue
         message = _no_module(option, missing, model)

@@ -2,7 +2,7 @@
 
 import copy
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,12 @@ from transformers.utils.peft_utils import find_adapter_config_file
 from ..data.bounds import ModelBounds
 from ..imports import is_available, require
 from ..sources import check_model_name, raise_if_missing
+from .adapter_files import (
+    check_adapter_weights,
+    first_mismatch,
+    read_adapter_config,
+)
+from .loaded_weights import check_one_label, from_pretrained, refuse_random_head
 from .unwrap import causal_model, is_peft_model
 from .weights import is_quantized
 
@@ -32,8 +38,6 @@ if TYPE_CHECKING:
     from transformers.utils.quantization_config import QuantizationConfigMixin
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
-WEIGHTS = "adapter_model.safetensors"
-CONFIG = "adapter_config.json"
 MOST_NAMED = 5
 VOCABULARIES = ("tokenizer.json", "*.model", "vocab*", "*.tiktoken", "tekken.json")
 
@@ -77,63 +81,10 @@ def load_policy(
             check_one_label(name, config)
         model_class = AutoModelForSequenceClassification
         kwargs["num_labels"] = 1
-    model, report = _from_pretrained(model_class, name, kwargs)
+    model, report = from_pretrained(model_class, name, kwargs)
     if not gives_rewards:
-        _refuse_random_head(name, model, report["missing_keys"])
+        refuse_random_head(name, model, report["missing_keys"])
     return model
-
-
-def _from_pretrained(
-    model_class: type[PreTrainedModel], name: str, kwargs: dict[str, Any]
-) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Load a model and the report on its weights; errors name the model."""
-    try:
-        loaded: tuple[PreTrainedModel, dict[str, Any]] = model_class.from_pretrained(
-            name, output_loading_info=True, **kwargs
-        )
-    except RuntimeError as error:
-        if "ignore_mismatched_sizes" not in str(error):
-            raise
-        raise ValueError(
-            f"The weights of {name!r} have other shapes than its config.json says; the report "
-            "above names them. Use the config.json that was saved with them."
-        ) from error
-    except TypeError as error:
-        if "unexpected keyword argument" not in str(error):
-            raise
-        raise TypeError(
-            f"The model {name!r} does not take all of its model_init_kwargs: {error}."
-        ) from error
-    return loaded
-
-
-def check_one_label(name: str, config: PretrainedConfig, class_names: Iterable[str] = ()) -> None:
-    """Raise a ValueError if the model is a classifier with several labels: none is a reward.
-
-    `class_names` are those of the model's classes; by default, those that its configuration names.
-    """
-    class_names = class_names or config.architectures or ()
-    is_classifier = any("ForSequenceClassification" in class_name for class_name in class_names)
-    if is_classifier and config.num_labels != 1:
-        raise ValueError(
-            f"The model {name!r} classifies into {config.num_labels} classes (num_labels="
-            f"{config.num_labels} in its config.json); a reward model has one label, whose logit "
-            "is the reward. Use one that was trained with num_labels=1."
-        )
-
-
-def _refuse_random_head(name: str, model: PreTrainedModel, missing: Iterable[str]) -> None:
-    """Raise a ValueError if weights of the output projection are missing from the checkpoint."""
-    head = model.get_output_embeddings()
-    head_weights = {id(weight) for weight in head.parameters()} if head is not None else set()
-    weights = dict(model.named_parameters())
-    lost = sorted(key for key in missing if key in weights and id(weights[key]) in head_weights)
-    if lost:
-        raise ValueError(
-            f"The model {name!r} has no weights for {', '.join(lost)}, which would be random: it "
-            "was saved without its output projection, as by AutoModel. Save it with "
-            "AutoModelForCausalLM, or pass a model instead of its name."
-        )
 
 
 def architecture(config: PretrainedConfig) -> type[PreTrainedModel]:
@@ -306,7 +257,8 @@ def adapter_base(name: str, revision: str | None = None) -> tuple[str, str | Non
             adapter_config_file = find_adapter_config_file(name, revision=revision)
     if adapter_config_file is None:
         return None
-    config = require("peft", "the adapter").PeftConfig.from_pretrained(name, revision=revision)
+    config = read_adapter_config(name, revision)
+    check_adapter_weights(Path(name))
     if not config.base_model_name_or_path:
         raise ValueError(
             f"The adapter {name!r} does not say which model it belongs to. Load that model, apply "
@@ -320,7 +272,15 @@ def load_adapter(model: PreTrainedModel, name: str, revision: str | None = None)
     """Load a stored adapter onto its base model, for further training."""
     peft_model = require("peft", "the adapter").PeftModel
     base = _prepare_base(model)
-    return peft_model.from_pretrained(base, name, is_trainable=True, revision=revision)
+    try:
+        return peft_model.from_pretrained(base, name, is_trainable=True, revision=revision)
+    except RuntimeError as error:
+        if "size mismatch" not in str(error):
+            raise
+        raise ValueError(
+            f"The adapter {name!r} does not fit the model {model.config.name_or_path!r}: "
+            f"{first_mismatch(error)}."
+        ) from error
 
 
 @contextmanager

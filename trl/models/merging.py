@@ -19,6 +19,7 @@ from transformers import (
 
 from ..imports import require
 from . import loading
+from .adapter_files import first_mismatch
 from .patches import forget_one_way_conversions
 from .stored_adapter import StoredAdapter
 from .weights import is_adapter_layer
@@ -206,7 +207,7 @@ def _attach(model: PreTrainedModel, adapter: StoredAdapter) -> "PeftModel":
         policy: PeftModel = loading.add_adapter(model, adapter.config)
         loaded = policy.load_adapter(str(adapter.folder), "default", torch_device=str(device))
     except (RuntimeError, ValueError) as error:  # other shapes, or no such target modules
-        raise _misfit(adapter, str(error)) from error
+        raise _misfit(adapter, first_mismatch(error)) from error
     saved_modules = {name.rpartition(".")[2] for name, _ in model.named_modules()}
     saved_modules &= set(getattr(adapter.config, "modules_to_save", None) or ())
     lost = [x for x in sorted(saved_modules) if not any(f".{x}." in key for key in adapter.shapes)]
@@ -220,11 +221,9 @@ def _attach(model: PreTrainedModel, adapter: StoredAdapter) -> "PeftModel":
 
 
 def _misfit(adapter: StoredAdapter, reason: str) -> ValueError:
-    lines = [line.strip() for line in reason.splitlines() if line.strip()]
-    text = lines[1] if len(lines) > 1 and lines[0].endswith(":") else lines[0]
     return ValueError(
         f"The adapter in {adapter.folder} does not fit the base model {adapter.base_model}: "
-        f"{text.rstrip('.')}. Give the model that it was trained on as --base_model."
+        f"{reason}. Give the model that it was trained on as --base_model."
     )
 
 

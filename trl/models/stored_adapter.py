@@ -10,7 +10,7 @@ from safetensors import safe_open
 
 from ..imports import require
 from ..suggestions import did_you_mean
-from . import loading
+from .adapter_files import CONFIG, WEIGHTS, read_adapter_config
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -42,16 +42,16 @@ def read_adapter(name: str, base_model: str | None = None) -> StoredAdapter:
     """
     folder = _folder_of(name)
     _check_files(folder)
-    peft = require("peft", "trl merge")
-    config = peft.PeftConfig.from_pretrained(str(folder))
+    require("peft", "trl merge")
+    config = read_adapter_config(str(folder))
     _check_can_merge(config)
     base = base_model or config.base_model_name_or_path
     if not base:
         raise ValueError(
-            f"{folder / loading.CONFIG} does not name the model that the adapter was trained on: "
+            f"{folder / CONFIG} does not name the model that the adapter was trained on: "
             "give --base_model."
         )
-    if (Path(base) / loading.CONFIG).exists():
+    if (Path(base) / CONFIG).exists():
         raise ValueError(
             f"The base model {base!r} is an adapter itself. Merge that one first, and give the "
             "result as --base_model."
@@ -59,7 +59,7 @@ def read_adapter(name: str, base_model: str | None = None) -> StoredAdapter:
     return StoredAdapter(
         folder=folder,
         config=config,
-        shapes=_shapes(folder / loading.WEIGHTS),
+        shapes=_shapes(folder / WEIGHTS),
         base_model=base,
         revision=None if base_model else config.revision,
         quantization=_recorded_quantization(folder),
@@ -81,16 +81,16 @@ def _folder_of(name: str) -> Path:
 
 
 def _check_files(folder: Path) -> None:
-    if not (folder / loading.CONFIG).exists():
-        checkpoints = [path.parent for path in folder.glob(f"*/{loading.CONFIG}")]
+    if not (folder / CONFIG).exists():
+        checkpoints = [path.parent for path in folder.glob(f"*/{CONFIG}")]
         if (folder / "config.json").exists():
             raise ValueError(f"{folder} holds a whole model, not an adapter: nothing to merge.")
         newest = max(checkpoints, key=lambda path: path.stat().st_mtime, default=None)
         hint = f" The newest in it is {newest}." if newest else ""
-        raise FileNotFoundError(f"{folder} holds no adapter: {loading.CONFIG} is missing.{hint}")
-    if not (folder / loading.WEIGHTS).exists():
+        raise FileNotFoundError(f"{folder} holds no adapter: {CONFIG} is missing.{hint}")
+    if not (folder / WEIGHTS).exists():
         raise FileNotFoundError(
-            f"{folder / loading.WEIGHTS} is missing, so the adapter has no weights. Merge another "
+            f"{folder / WEIGHTS} is missing, so the adapter has no weights. Merge another "
             "checkpoint, or save the adapter again."
         )
 

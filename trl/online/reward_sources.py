@@ -18,7 +18,8 @@ from transformers import (
 
 from ..data.formats import text_of_parts
 from ..distributed import without_zero3_init
-from ..models.loading import check_one_label, load_config
+from ..models.loaded_weights import check_one_label
+from ..models.loading import load_config
 from ..models.unwrap import causal_model, score_layer
 from ..sources import check_model_name, is_cached, why_not_on_hub
 from ..suggestions import did_you_mean

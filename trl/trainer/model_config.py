@@ -43,7 +43,7 @@ class ModelConfig(StrictKeywordArguments):
     attn_implementation: str | None = option(None, "Attention implementation.")
     use_peft: bool = option(False, "Train a LoRA adapter instead of all weights.")
     lora_r: int = option(16, "Rank of the adapter.", ge=1)
-    lora_alpha: int = option(32, "Scale of the adapter, which is divided by its rank.")
+    lora_alpha: int = option(32, "Scale of the adapter, which is divided by its rank.", gt=0)
     lora_dropout: float = option(0.05, "Dropout of the adapter's input.", ge=0, lt=1)
     lora_target_modules: list[str] | str | None = option(
         None, "Modules that get an adapter; all-linear for every linear layer."

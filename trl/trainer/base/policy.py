@@ -22,6 +22,7 @@ from transformers.utils import logging
 from ...data.formats import refuse_media_columns
 from ...imports import untested_version_warning
 from ...models import loading
+from ...models.adapter_files import CONFIG
 from ...models.causality import refuse_encoder
 from ...models.lm_head import cast_head_to_float32
 from ...models.patches import attention_implementation
@@ -119,7 +120,7 @@ def _load(
     except OSError as error:
         raise OSError(
             f"The adapter {adapter!r} was trained on a model that cannot be loaded. {error} If it "
-            f"has moved, set base_model_name_or_path in {Path(adapter, loading.CONFIG)} to where "
+            f"has moved, set base_model_name_or_path in {Path(adapter, CONFIG)} to where "
             "it is now."
         ) from error
     return loading.load_adapter(model, adapter, revision)
