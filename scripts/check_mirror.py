@@ -25,8 +25,6 @@ OTHER_FILES = (
     "test_bad_inputs.py",
     "trainer/test_bema.py",
     "trainer/test_devices.py",
-    "trainer/test_entropy_control.py",
-    "trainer/online/test_rollout_correction.py",
 )
 
 

@@ -1,35 +1,21 @@
-"""Small rollouts for tests of single stages."""
+"""Small rows for tests of single stages."""
 
 import torch
 from torch import Tensor
 
 from trl.models.packed_row import Packing
-from trl.types import Rollout, prefixes_of
+from trl.types import Rows
 
 
-def small_rollout(rows: list[int]) -> Rollout:
-    """Rows of two completion tokens each."""
-    return Rollout(
-        prefixes=prefixes_of([[5]] * len(rows)),
-        completion_ids=[[6, 7]] * len(rows),
-        row_ids=rows,
-        loss_mask=torch.ones(len(rows), 2, dtype=torch.bool),
-        num_loss_tokens=torch.tensor(2 * len(rows)),
-        num_loss_rows=torch.tensor(len(rows)),
-    )
+def rollout_of(rows: list[tuple[list[int], list[int]]]) -> Rows:
+    """Rows of prompt and completion ids."""
+    return Rows.of(rows)
 
 
-def rollout_of(rows: list[tuple[list[int], list[int]]]) -> Rollout:
-    """Rows of prompt and completion ids, all of whose tokens are trained on."""
-    lengths = torch.tensor([len(ids) for _, ids in rows])
-    return Rollout(
-        prefixes=prefixes_of([prompt for prompt, _ in rows]),
-        completion_ids=[ids for _, ids in rows],
-        row_ids=list(range(len(rows))),
-        loss_mask=torch.arange(int(lengths.max())) < lengths[:, None],
-        num_loss_tokens=lengths.sum(),
-        num_loss_rows=torch.tensor(len(rows)),
-    )
+def token_mask(rows: Rows) -> Tensor:
+    """Which tokens of a rectangle (B, C) there are."""
+    lengths = torch.tensor([len(ids) for ids in rows.completion_ids])
+    return torch.arange(int(lengths.max())) < lengths[:, None]
 
 
 def visible(packing: Packing, total: int) -> Tensor:

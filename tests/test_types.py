@@ -1,34 +1,13 @@
-import pytest
 import torch
 
-from trl.types import Media, Prefix, RewardTable, Rollout, Rows, TokenScores, prefixes_of
+from trl.types import Media, Prefix, RewardTable, Rows, TokenScores, prefixes_of
 
 
-def make() -> Rollout:
-    completions = [[1], [1, 2, 3], [4, 5], [6, 7, 8, 9]]
-    lengths = torch.tensor([len(ids) for ids in completions])
-    return Rollout(
-        prefixes=prefixes_of([[0], [0], [5], [5]]),
-        completion_ids=completions,
-        row_ids=[0, 1, 2, 3],
-        loss_mask=torch.arange(4) < lengths[:, None],
-        num_loss_tokens=lengths.sum(),
-        num_loss_rows=torch.tensor(4),
-        old_logps=torch.arange(16.0).view(4, 4),
-        log_mass=-torch.arange(16.0).view(4, 4),
-        advantages=torch.tensor([1.0, 2.0, 3.0, 4.0]),
-    )
-
-
-def test_select_keeps_rows_and_cuts_to_the_longest():
-    picked = make().select([2, 0])
+def test_select_keeps_rows():
+    rows = Rows.of([([0], [1]), ([0], [1, 2, 3]), ([5], [4, 5]), ([5], [6, 7, 8, 9])])
+    picked = rows.select([2, 0])
     assert picked.completion_ids == [[4, 5], [1]]
     assert picked.row_ids == [2, 0] and picked.prompt_ids == [[5], [0]]
-    assert picked.loss_mask.tolist() == [[True, True], [True, False]]
-    assert picked.old_logps.tolist() == [[8.0, 9.0], [0.0, 1.0]]
-    assert torch.equal(picked.log_mass, -picked.old_logps)
-    assert picked.advantages.tolist() == [3.0, 1.0]
-    assert picked.num_loss_tokens == 10, "totals belong to the round"
 
 
 def test_scores_of_some_rows_among_others():
@@ -42,19 +21,6 @@ def test_scores_of_some_rows_among_others():
     assert TokenScores(logps=ones).spread([0], torch.zeros(1, 2)).log_mass is None
 
 
-def test_chunks_keep_neighbors_together():
-    first, second = make().chunks(2)
-    assert (first.row_ids, second.row_ids) == ([0, 1], [2, 3])
-    assert (first.loss_mask.shape, second.loss_mask.shape) == ((2, 3), (2, 4))
-    with pytest.raises(ValueError, match="4 rows cannot be cut into 3 chunks"):
-        list(make().chunks(3))
-
-
-def test_rollouts_are_frozen():
-    with pytest.raises(AttributeError):
-        make().advantages = None
-
-
 def test_reward_table_without_rows():
     table = RewardTable(
         per_function=torch.tensor([[1.0, 2.0], [3.0, 4.0]]),
@@ -66,6 +32,20 @@ def test_reward_table_without_rows():
     kept = table.without(torch.tensor([False, True]))
     assert kept.total[0] == 3 and kept.total[1].isnan()
     assert kept.per_function[1].isnan().all() and table.total[1] == 7
+    assert table.has_ended.all()
+
+
+def test_completions_that_were_cut_off_lose_a_penalty():
+    table = RewardTable(
+        per_function=torch.tensor([[1.0], [2.0]]),
+        weights=torch.ones(1),
+        total=torch.tensor([1.0, 2.0]),
+        names=("a",),
+        group_size=2,
+        ended=torch.tensor([True, False]),
+    )
+    assert table.with_truncation_penalty(0.5).tolist() == [1.0, 1.5]
+    assert table.with_truncation_penalty(None).tolist() == [1.0, 2.0]
 
 
 def test_rows_that_are_token_ids_alone():

@@ -24,6 +24,8 @@ class Branch:
 
     ids: Sequence[int]
     loss_mask: Sequence[bool]  # which of its tokens are in the loss
+    row: int | None = None  # of the rank's rollout batch, for messages; None: that of its group
+    prefix: Prefix | None = None  # what an environment gave it to read; None: that of its group
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,6 +113,10 @@ class Totals:
         """All numbers as one tensor."""
         return torch.stack([getattr(self, item.name) for item in fields(self)])
 
+    def scaled(self, factor: float) -> "Totals":
+        """Multiply all numbers."""
+        return Totals(*(self.stack() * factor).unbind())
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Batch:
@@ -165,9 +171,11 @@ class Batch:
         """What a scorer reads: the branches of a prefix are next to each other."""
         pairs = [(group, branch) for group in self.groups for branch in group.branches]
         return Rows(
-            prefixes=[group.prefix for group, _ in pairs],
+            prefixes=[
+                group.prefix if branch.prefix is None else branch.prefix for group, branch in pairs
+            ],
             completion_ids=[branch.ids for _, branch in pairs],
-            row_ids=[group.row for group, _ in pairs],
+            row_ids=[group.row if branch.row is None else branch.row for group, branch in pairs],
         )
 
     @cached_property

@@ -7,7 +7,7 @@ tokens (width of the longest completion), F reward functions. A ragged field is 
 import dataclasses
 import hashlib
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, Self
@@ -143,98 +143,17 @@ class Rows:
         """Tokens of each row, see `unit_tokens`."""
         return self.unit_tokens()
 
-    def select_units(self, units: range) -> Self:
+    def select_units(self, units: range) -> "Rows":
         """Return consecutive rows."""
         return self if len(units) == len(self) else self.select(units)
 
-    def select(self, index: Sequence[int]) -> Self:
-        """Return the given rows, with (B, C) fields cut to the longest completion left."""
-        width = max((len(self.completion_ids[i]) for i in index), default=0)
-        changes: dict[str, Any] = {}
-        rows = torch.tensor(list(index), dtype=torch.long)
-        for field_ in dataclasses.fields(self):
-            name, value = field_.name, getattr(self, field_.name)
-            if isinstance(value, (list, tuple, range)):
-                changes[name] = [value[i] for i in index]
-            elif isinstance(value, Tensor) and value.dim():  # totals have no rows
-                rows = rows.to(value.device, non_blocking=True)
-                changes[name] = value[rows] if value.dim() == 1 else value[rows, :width]
-        return dataclasses.replace(self, **changes)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rollout(Rows):
-    """Completions with everything the loss needs. Rows of one prompt stay next to each other.
-
-    `loss_mask` says which tokens are trained on; which tokens exist follows from the lengths of
-    `completion_ids`. The two totals are over all ranks and fixed when the rollout is made, so the
-    gradient does not depend on how the rows are cut into micro-batches.
-    """
-
-    loss_mask: Tensor  # (B, C) bool
-    num_loss_tokens: Tensor  # () trained-on tokens of the round, all ranks
-    num_loss_rows: Tensor  # () rows with at least one trained-on token, all ranks
-    mode: Mode = "train"  # what it was generated for
-    num_micro_batches: int = 1  # micro-batches the round is cut into on this rank
-    old_logps: Tensor | None = None  # (B, C) under the policy that generated
-    ref_logps: Tensor | None = None  # (B, C) under the reference policy
-    sampling_logps: Tensor | None = None  # (B, C) as reported by the engine
-    sampled_by_policy: bool = False  # whether these are the policy's own, of the weights that train
-    log_mass: Tensor | None = None  # (B, C) of the sampler's filters, with `old_logps`
-    values: Tensor | None = None  # (B, C) before each token, of the weights that generated
-    entropies: Tensor | None = None  # (B, C) of the policy that generated, for credit
-    objective_mask: Tensor | None = None  # (B, C) bool: tokens with an objective. None: loss_mask
-    rewards: Tensor | None = None  # (B,) that credit is computed from; NaN: unscorable
-    advantages: Tensor | None = None  # (B,) or (B, C)
-    returns: Tensor | None = None  # (B, C) what values should have been
-    weights: Tensor | None = None  # (B, C) or (B, 1) that the losses are multiplied by
-    num_micro_batch_tokens: Tensor | None = None  # () trained-on tokens of the micro-batch
-    num_micro_batch_rows: int | None = None  # rows of the micro-batch
-    has_gradient: list[bool] | None = None  # B; False: the row's gradient is exactly zero
-
-    def replace(self, **changes: Any) -> Self:
-        return dataclasses.replace(self, **changes)
-
-    @property
-    def has_foreign_logps(self) -> bool:
-        """Whether an engine that computes in another way than the policy reported its own."""
-        return self.sampling_logps is not None and not self.sampled_by_policy
-
-    def resolved(self, scores: "TokenScores") -> Self:
-        """Take the detached `scores` for those under the policy that generated, if none are known.
-
-        On-policy, the weights have not moved since: the ratio is then exactly 1, and its gradient
-        that of the log-probability. No rounding of the forward pass can make it differ.
-        """
-        if self.old_logps is not None:
-            return self
-        return self.replace(old_logps=scores.logps.detach(), log_mass=scores.log_mass)
-
-    def weighted(self, losses: Tensor) -> Tensor:
-        """Multiply losses (B, C) or (B, 1) by the weights of their tokens or completions."""
-        return losses if self.weights is None else losses * self.weights
-
-    @property
-    def micro_batch_tokens(self) -> Tensor:
-        """Trained-on tokens () of the micro-batch, also when only a part of its rows is at hand."""
-        known = self.num_micro_batch_tokens
-        return self.loss_mask.sum() if known is None else known
-
-    @property
-    def share_of_micro_batch(self) -> float:
-        """Rows at hand, as a share of those of the micro-batch."""
-        return len(self) / (self.num_micro_batch_rows or len(self))
-
-    def chunks(self, count: int) -> Iterator[Self]:
-        """Cut into `count` equally long runs of rows; a ValueError if that is impossible."""
-        size, rest = divmod(len(self), count)
-        if rest:
-            raise ValueError(f"{len(self)} rows cannot be cut into {count} chunks of equal size.")
-        for start in range(0, len(self), size):
-            part = self.select(range(start, start + size))
-            yield part.replace(
-                num_micro_batch_tokens=part.loss_mask.sum(), num_micro_batch_rows=size
-            )
+    def select(self, index: Sequence[int]) -> "Rows":
+        """Return the given rows."""
+        return Rows(
+            prefixes=[self.prefixes[i] for i in index],
+            completion_ids=[self.completion_ids[i] for i in index],
+            row_ids=[self.row_ids[i] for i in index],
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -40,9 +40,9 @@ def fail_on(rank):
 class BadLoss(RLOOTrainer):
     """Fails between the forward and the backward pass."""
 
-    def policy_loss(self, *args):
+    def loss(self, *args):
         fail_on(1)()
-        return super().policy_loss(*args)
+        return super().loss(*args)
 
 
 def bad_reward(completion_ids, **kwargs):

@@ -124,7 +124,7 @@ def end_at(trainer, place, step):
         if isinstance(trainer, PreferenceTrainer)
         else {
             "generate": (trainer.backend, "generate"),
-            "score": (trainer.scoring, "score"),
+            "score": (trainer.scoring, "annotate"),
             "reward": (trainer.rewards, "_score"),
         }
     )

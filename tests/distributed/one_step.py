@@ -11,9 +11,12 @@ from online_runs import dataset, make_trainer
 from reward_runs import classifier
 from tiny import tiny_model
 
+from trl.algorithms.base import LossTerms
+from trl.batch import Batch
 from trl.trainer.online_dpo_trainer import OnlineDPOTrainer
 from trl.trainer.ppo_trainer import PPOTrainer
 from trl.trainer.rloo_trainer import RLOOTrainer
+from trl.types import TokenScores
 
 MANY = [f"{chr(97 + i)}{i}" for i in range(8)]
 # Groups of 4 lie within ranks, groups of 8 on both.
@@ -77,14 +80,15 @@ def run(cell: str, folder: Path, rows: int, **changes: Any) -> dict[str, Any]:
 
 def spoil(trainer: Any) -> None:
     """Let the last rank have a gradient of NaN in the first update."""
-    right = trainer.policy_loss
+    right = trainer.loss
 
-    def policy_loss(*args: Any) -> torch.Tensor:
+    def loss(scores: TokenScores, batch: Batch) -> LossTerms:
         last = trainer.ranks.rank == trainer.ranks.count - 1
-        wrong = args[-1].mode == "train" and trainer.state.global_step == 0 and last
-        return right(*args) * (torch.nan if wrong else 1.0)
+        wrong = batch.mode == "train" and trainer.state.global_step == 0 and last
+        factor = torch.nan if wrong else 1.0
+        return {name: (x * factor, total) for name, (x, total) in right(scores, batch).items()}
 
-    trainer.policy_loss = policy_loss
+    trainer.loss = loss
 
 
 def held(model: torch.nn.Module) -> int:

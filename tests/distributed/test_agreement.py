@@ -4,22 +4,13 @@ import torch
 from tiny import tiny_model
 
 from trl.models.scorer import Scorer
-from trl.types import Rollout, prefixes_of
+from trl.types import Rows
 
 PROMPT = [8, 9, 10]
 
 
-def rollout(length: int) -> Rollout:
-    rows = [[20 + i % 30 for i in range(length)], [50, 51]]
-    mask = torch.tensor([[True] * length, [True] * 2 + [False] * (length - 2)])
-    return Rollout(
-        prefixes=prefixes_of([PROMPT, PROMPT]),
-        completion_ids=rows,
-        row_ids=[0, 1],
-        loss_mask=mask,
-        num_loss_tokens=mask.sum(),
-        num_loss_rows=torch.tensor(2),
-    )
+def rollout(length: int) -> Rows:
+    return Rows.of([(PROMPT, [20 + i % 30 for i in range(length)]), (PROMPT, [50, 51])])
 
 
 def scorer() -> Scorer:

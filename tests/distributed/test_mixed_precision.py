@@ -1,26 +1,19 @@
 """Half precision of FSDP2 in its own way: it casts what modules return."""
 
 import torch
+from rollouts import token_mask
 from tiny import tiny_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from trl.models.scorer import Scorer
-from trl.types import Rollout, prefixes_of
+from trl.types import Rows
 
 ROWS = [[20, 21, 22, 1], [23, 24, 1]]
 
 
-def rollout() -> Rollout:
-    mask = torch.tensor([[True] * 4, [True] * 3 + [False]])
-    return Rollout(
-        prefixes=prefixes_of([[8, 9, 10]] * 2),
-        completion_ids=ROWS,
-        row_ids=[0, 1],
-        loss_mask=mask,
-        num_loss_tokens=mask.sum(),
-        num_loss_rows=torch.tensor(2),
-    )
+def rollout() -> Rows:
+    return Rows.of([([8, 9, 10], row) for row in ROWS])
 
 
 def sharded(dtype):
@@ -53,7 +46,7 @@ def test_log_probabilities_keep_their_digits(process_group):
     expected, found = scores(plain, autocast=True), scores(model, autocast=True)
     assert found.logps.dtype == found.entropies.dtype == torch.float32
     assert not torch.equal(found.logps, found.logps.bfloat16().float())
-    exists = rollout().loss_mask
+    exists = token_mask(rollout())
     # A layer rounds here and there at other places; one log-probability in bfloat16 is off by more.
     assert (found.logps - expected.logps)[exists].abs().mean() < 2e-3
     assert (expected.logps.bfloat16().float() - expected.logps)[exists].abs().mean() > 4e-3

@@ -73,7 +73,7 @@ def test_every_option_and_class_is_in_the_reference(site):
     text = (site / "reference" / "rloo" / "index.html").read_text(encoding="utf-8")
     for name in ("num_generations", "normalize_advantages", "vllm_mode", "weight_decay"):
         assert f"<td><code>{name}</code></td>" in text
-    assert "compute_advantages" in text and "reward_funcs" in text
+    assert "make_algorithm" in text and "reward_funcs" in text
 
 
 def test_formulas_are_laid_out_without_a_script(site):

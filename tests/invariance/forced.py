@@ -13,10 +13,11 @@ from cases import LOSSES
 from tiny import tiny_tokenizer
 from torch import Tensor, nn
 
+from trl.batch import Batch
 from trl.models import packed_layout as passes
 from trl.models import scorer
 from trl.models.packed_layout import Layout, plain_layout
-from trl.types import Rollout, TokenScores
+from trl.types import Rows, TokenScores
 
 SHORTEST_PASS = 12  # tokens, where it is thousands else
 
@@ -35,7 +36,7 @@ def conditions(in_passes: bool, junk: bool) -> Iterator[None]:
 
 
 def layout_with_junk(
-    batch: Rollout, pad_id: int, device: torch.device, multiple: int | None = None
+    batch: Rows, pad_id: int, device: torch.device, multiple: int | None = None
 ) -> Layout:
     """Plain rows with random tokens in the padding, the end and padding tokens among them."""
     layout = plain_layout(batch, pad_id, device, multiple)
@@ -56,11 +57,11 @@ def silence(trainer: Any, loss: str, single_zeros: bool, with_signal: bool) -> N
     What is left is what the other rows add to the gradient, in the same forward and backward.
     """
     signals = rows_with_signal(loss, single_zeros)
-    score = trainer.scoring.current
+    score = trainer.scoring.score
 
-    def current(model: nn.Module, batch: Rollout, *others: Any) -> TokenScores:
+    def score_silently(model: nn.Module, batch: Batch, *others: Any) -> TokenScores:
         scores: TokenScores = score(model, batch, *others)
-        rows = zip(batch.prompt_ids, batch.completion_ids, strict=True)
+        rows = zip(batch.rows.prompt_ids, batch.rows.completion_ids, strict=True)
         silent = [((tuple(prompt), tuple(ids)) in signals) == with_signal for prompt, ids in rows]
         columns = torch.tensor(silent)[:, None]
 
@@ -70,7 +71,7 @@ def silence(trainer: Any, loss: str, single_zeros: bool, with_signal: bool) -> N
         scores.logps.register_hook(cut)
         return scores
 
-    trainer.scoring.current = current
+    trainer.scoring.score = score_silently
 
 
 def rows_with_signal(loss: str, single_zeros: bool) -> set[tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -11,7 +11,7 @@ from trl.memory.settings import RunSettings, Sharding, options_of_environment, r
 from trl.models import packed_layout as passes
 from trl.models.packed_attention import KEYWORD
 from trl.models.packed_layout import packed_layout, plain_layout
-from trl.types import Rollout, prefixes_of
+from trl.types import Rows
 
 CPU = torch.device("cpu")
 
@@ -19,14 +19,8 @@ CPU = torch.device("cpu")
 def rollout(prompts, group_size, prompt, completion):
     """Rows whose completions differ from their first token on."""
     rows = prompts * group_size
-    mask = torch.ones(rows, completion, dtype=torch.bool)
-    return Rollout(
-        prefixes=prefixes_of([[row // group_size] * prompt for row in range(rows)]),
-        completion_ids=[[100 + row] * completion for row in range(rows)],
-        row_ids=list(range(rows)),
-        loss_mask=mask,
-        num_loss_tokens=mask.sum(),
-        num_loss_rows=torch.tensor(rows),
+    return Rows.of(
+        [([row // group_size] * prompt, [100 + row] * completion) for row in range(rows)]
     )
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
-from rollouts import rollout_of
+from rollouts import rollout_of, token_mask
 from tiny import SIZES, tiny_model
 from transformers import (
     AttentionInterface,
@@ -34,7 +34,7 @@ from trl.models.layout_check import disagreement, why_not_shared
 from trl.models.packed_attention import KEYWORD
 from trl.models.scorer import Scorer, two_longest
 from trl.ops.matmul_precision import matmul_precision_kept
-from trl.types import Rollout
+from trl.types import Rows
 
 CPU = torch.device("cpu")
 
@@ -44,11 +44,11 @@ def build(config_class, model_class, **changes):
     return model_class(config_class(**(SIZES | changes)))
 
 
-def rollout(prompts, completions) -> Rollout:
+def rollout(prompts, completions) -> Rows:
     return rollout_of(list(zip(prompts, completions, strict=True)))
 
 
-def group(prompt_length=3, length=4, rows=2) -> Rollout:
+def group(prompt_length=3, length=4, rows=2) -> Rows:
     """Rows of one prompt with unlike completions of a length."""
     prompt = [8 + i % 40 for i in range(prompt_length)]
     completions = [[50 + (7 * row + i) % 40 for i in range(length)] for row in range(rows)]
@@ -260,7 +260,7 @@ def scorer() -> Scorer:
 
 def alone(model, batch):
     """Log-probabilities of each row by itself, from full logits."""
-    found = torch.zeros(batch.loss_mask.shape)
+    found = torch.zeros(token_mask(batch).shape)
     rows = zip(batch.prompt_ids, batch.completion_ids, strict=True)
     for row, (prompt, completion) in enumerate(rows):
         every = model(torch.tensor([prompt + completion])).logits[0].log_softmax(-1)

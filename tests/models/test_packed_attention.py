@@ -25,7 +25,7 @@ from trl.models.packed_layout import packed_layout
 from trl.models.packed_row import Packing, PrefixCache, Tail, Window
 from trl.models.scorer import Scorer
 from trl.ops.attention_kernels import Heads, Tiles, choose_kernel
-from trl.types import Rollout
+from trl.types import Rows
 
 CPU = torch.device("cpu")
 SCALE = 0.3
@@ -432,7 +432,7 @@ def warnings(log):
     return [r.getMessage() for r in log.records if "shared_prefix" in r.getMessage()]
 
 
-def batch() -> Rollout:
+def batch() -> Rows:
     prompt = [20, 21, 22]
     return rollout_of([(prompt, [30, 31, 32, 33]), (prompt, [40, 41, 42, 43])])
 

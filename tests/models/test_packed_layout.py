@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rollouts import visible
+from rollouts import token_mask, visible
 from tensor_bytes import TensorBytes
 from tiny import tiny_model
 
@@ -14,7 +14,7 @@ from trl.models import packed_layout as passes
 from trl.models.packed_attention import KEYWORD
 from trl.models.packed_layout import packed_layout, plain_layout
 from trl.models.scorer import Scorer
-from trl.types import Media, Prefix, Rollout, Rows, prefixes_of
+from trl.types import Media, Prefix, Rows
 
 CPU = torch.device("cpu")
 PAD = 99
@@ -222,16 +222,14 @@ COMPLETIONS = [[20, 21, 1], [22, 23, 24, 25, 1], [26], [27, 28, 1], [29, 30, 31,
 PREFIX_TOKENS = 3 + 5 + 2 + 2  # the single completion goes on behind its prompt
 
 
-def rollout(prompts=PROMPTS, completions=COMPLETIONS) -> Rollout:
-    lengths = torch.tensor([len(ids) for ids in completions])
-    return Rollout(
-        prefixes=prefixes_of(prompts),
-        completion_ids=completions,
-        row_ids=list(range(len(prompts))),
-        loss_mask=torch.arange(int(lengths.max())) < lengths[:, None],
-        num_loss_tokens=lengths.sum(),
-        num_loss_rows=torch.tensor(len(prompts)),
-    )
+def rollout(prompts=PROMPTS, completions=COMPLETIONS) -> Rows:
+    return Rows.of(list(zip(prompts, completions, strict=True)))
+
+
+def weights_of(batch: Rows) -> torch.Tensor:
+    """A weight for each token, all different."""
+    shape = token_mask(batch).shape
+    return torch.linspace(-1, 1, shape.numel()).view(shape)
 
 
 @pytest.fixture
@@ -269,7 +267,7 @@ def gradient(model, batch, weights, **options) -> tuple[torch.Tensor, torch.Tens
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_passes_give_the_gradient_of_one_forward(kind, short):
     batch = rollout()
-    weights = torch.linspace(-1, 1, batch.loss_mask.numel()).view(batch.loss_mask.shape)
+    weights = weights_of(batch)
     whole = gradient(tiny_model(kind).train(), batch, weights)
     cut = gradient(checkpointed(kind), batch, weights)
     assert (cut[0] - whole[0]).abs().max() < 2e-6

@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from rollouts import rollout_of
+from rollouts import rollout_of, token_mask
 from slow_support import kept_mass
 from tiny import SIZES, in_double, tiny_model
 from transformers import (
@@ -22,13 +22,13 @@ from trl.models.lm_head import cast_head_to_float32
 from trl.models.packed_attention import KEYWORD
 from trl.models.scorer import Scorer
 from trl.ops.logit_statistics import Support
-from trl.types import Rollout, Rows
+from trl.types import Rows
 
 PROMPTS = [[8, 9, 10], [11, 12], [13, 14, 15, 16, 17]]
 COMPLETIONS = [[20, 21, 1], [22], [23, 24, 25, 26, 1]]
 
 
-def rollout(prompts=PROMPTS, completions=COMPLETIONS) -> Rollout:
+def rollout(prompts=PROMPTS, completions=COMPLETIONS) -> Rows:
     return rollout_of(list(zip(prompts, completions, strict=True)))
 
 
@@ -57,7 +57,7 @@ def row_by_row(model, batch, temperature=1.0):
 
 def row_masses(model, batch, temperature):
     """What top-p leaves at each token, as logarithms."""
-    masses = torch.zeros(batch.loss_mask.shape)
+    masses = torch.zeros(token_mask(batch).shape)
     rows = zip(batch.prompt_ids, batch.completion_ids, strict=True)
     for row, (prompt, completion) in enumerate(rows):
         with torch.no_grad():
@@ -80,20 +80,20 @@ def gradient(model, values):
 @pytest.mark.parametrize("multiple", [None, 8])
 def test_padded_rows_equal_single_rows(kind, pad_id, multiple):
     model, batch = tiny_model(kind), rollout()
-    weights = torch.linspace(-1, 1, batch.loss_mask.numel()).view(batch.loss_mask.shape)
+    weights = torch.linspace(-1, 1, token_mask(batch).numel()).view(token_mask(batch).shape)
     expected, expected_entropies = row_by_row(model, batch, temperature=0.7)
-    reference = gradient(model, (expected * weights * batch.loss_mask).sum())
+    reference = gradient(model, (expected * weights * token_mask(batch)).sum())
     score = scorer(pad_id, 0.7, pad_multiple=multiple)
     scores = score(model, batch, with_entropy=True)
     assert (scores.logps - expected).abs().max() < 1e-5
     assert (scores.entropies - expected_entropies).abs().max() < 1e-5
-    ours = gradient(model, (scores.logps * weights * batch.loss_mask).sum())
+    ours = gradient(model, (scores.logps * weights * token_mask(batch)).sum())
     assert (ours - reference).norm() / reference.norm() < 5e-6
 
 
 def test_places_beyond_the_end_are_zero():
     scores = scorer()(tiny_model(), rollout(), with_entropy=True)
-    beyond = ~rollout().loss_mask
+    beyond = ~token_mask(rollout())
     assert (scores.logps[beyond] == 0).all() and (scores.entropies[beyond] == 0).all()
     assert (scores.logps[~beyond] < 0).all()
 
@@ -161,8 +161,8 @@ def packed_forwards(model):
 def check_scores(model, score, reference=None, bound=5e-6):
     """Values and gradients against one row at a time, from the model's own logits."""
     batch = rollout(*GROUPS)
-    weights = torch.linspace(-1, 1, batch.loss_mask.numel()).view(batch.loss_mask.shape)
-    weights = weights * batch.loss_mask
+    weights = torch.linspace(-1, 1, token_mask(batch).numel()).view(token_mask(batch).shape)
+    weights = weights * token_mask(batch)
     source = model if reference is None else reference
     expected, expected_entropies = row_by_row(source, batch, score.temperature)
     wanted = gradient(source, (expected * weights + 0.1 * expected_entropies).sum())

@@ -1,6 +1,7 @@
+from dataclasses import replace
+
 import pytest
 import torch
-from rollouts import small_rollout
 
 from trl.online.guard import FiniteGuard, NonFiniteError
 from trl.types import Rows
@@ -21,8 +22,14 @@ def test_bad_rows_only_where_the_mask_holds():
     assert "x of row 1 on" in watcher.findings()
 
 
+def rows_numbered(numbers):
+    """Rows of two tokens each that messages call by these numbers."""
+    rows = Rows.of([([5], [6, 7])] * len(numbers))
+    return replace(rows, row_ids=numbers)
+
+
 def test_message_names_step_rank_row_and_value():
-    watcher, batch = guard(rank=3), small_rollout(rows=[7, 8])
+    watcher, batch = guard(rank=3), rows_numbered([7, 8])
     watcher.watch("log-probability", torch.tensor([[0.0, 0.0], [torch.nan, 0.0]]), batch)
     with pytest.raises(NonFiniteError, match="Step 5: log-probability of row 8 on rank 3 is NaN"):
         watcher.check(5)
@@ -44,7 +51,7 @@ def test_every_rank_raises_what_one_found():
 
 
 def test_finite_values_pass_and_are_forgotten():
-    watcher, batch = guard(), small_rollout(rows=[0, 1])
+    watcher, batch = guard(), rows_numbered([0, 1])
     watcher.watch("x", torch.zeros(2, 2), batch)
     watcher.check(1)
     watcher.watch("x", torch.full((2, 2), torch.nan), batch)

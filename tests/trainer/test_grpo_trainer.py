@@ -22,9 +22,10 @@ from tiny import tiny_model
 from torch.nn.utils import vector_to_parameters
 from transformers import TrainerCallback
 
+from trl.algorithms.grpo import CLIPPED
 from trl.generation.base import Generations, cut_at_stop
 from trl.trainer.grpo_config import LOSS_TYPES
-from trl.trainer.grpo_trainer import CLIPPED, STATE_FILE, GRPOTrainer
+from trl.trainer.grpo_trainer import STATE_FILE, GRPOTrainer
 
 ROWS = rows_of(PROMPTS[:2], 4)
 CASES = [(kind, level) for kind in LOSS_TYPES for level in ("token", "sequence")]

@@ -11,7 +11,7 @@ def test_defaults():
     args = make()
     assert (args.learning_rate, args.max_completion_length, args.temperature) == (5e-7, 64, 0.9)
     assert (args.beta, args.loss_type, args.disable_dropout) == (0.1, "sigmoid", True)
-    assert not args.penalizes_rewards
+    assert not args.make_algorithm().needs.old_logps
 
 
 @pytest.mark.parametrize(("rows", "accumulation"), [(1, 1), (3, 4)])

@@ -11,7 +11,7 @@ def test_defaults():
     args = make()
     assert (args.learning_rate, args.beta, args.temperature) == (3e-6, 0.05, 0.7)
     assert (args.num_generations, args.max_completion_length, args.num_iterations) == (1, 53, 4)
-    assert args.penalizes_rewards and args.disable_dropout
+    assert args.make_algorithm().needs.old_logps and args.disable_dropout
 
 
 @pytest.mark.parametrize(("passes", "steps", "accumulation"), [(1, 1, 1), (4, 2, 3), (2, 4, 1)])

@@ -21,6 +21,7 @@ from online_runs import (
 )
 from tiny import tiny_model, tiny_tokenizer
 
+from trl.batch import with_totals
 from trl.trainer.rloo_trainer import RLOOTrainer
 
 
@@ -226,8 +227,9 @@ def test_rows_without_advantage_have_no_gradient_at_all(tmp_path):
 
     trainer = make_trainer(tmp_path, reward=in_two_groups)
     batch = trainer.collect([{"prompt": prompt} for prompt in PROMPTS[:2] for _ in range(4)])
-    assert batch.advantages[:4].abs().max() == 0.0
-    assert batch.advantages[4:].abs().min() > 0.0
+    assert batch.columns["advantages"][:4].abs().max() == 0.0
+    assert batch.columns["advantages"][4:].abs().min() > 0.0
+    (batch,) = with_totals([batch], trainer.ranks)
     trainer.model.train()
     found = {}
     for name, rows in {"all": range(8), "without": range(4), "with": range(4, 8)}.items():

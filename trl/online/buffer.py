@@ -1,60 +1,61 @@
-"""The rollout of the current round, cut into the micro-batches that train on it."""
+"""The rollout batch that is trained on, cut into its micro-batches."""
 
-import dataclasses
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from ..types import Rollout, prefixes_of
+from ..batch import Batch, Branch, Columns, Group, Totals, with_totals
+from ..distributed import Ranks
+from ..types import Prefix
 
 
 class Buffer:
-    """Serves the micro-batches that a round is cut into, in the same order on every pass."""
+    """Serves the micro-batches of a rollout batch, in the same order on every pass."""
 
-    def __init__(self, micro_batches: int, passes: int):
-        self._micro_batches = micro_batches
+    def __init__(self, micro_batches: int, passes: int, ranks: Ranks):
+        self._count = micro_batches
         self._period = micro_batches * passes
+        self._ranks = ranks
         self.clear()
 
     def clear(self) -> None:
         """Hold nothing."""
         self._round: int | None = None
-        self._chunks: list[Rollout] = []
+        self._micro_batches: list[Batch] = []
 
     def is_stale(self, step: int) -> bool:
         """Whether micro-step `step` belongs to another round than the one held."""
         return self._round != step // self._period
 
-    def fill(self, step: int, rollout: Rollout) -> None:
-        """Hold the rollout of the round that micro-step `step` belongs to."""
+    def fill(self, step: int, batch: Batch) -> None:
+        """Hold the rollout batch that micro-step `step` trains on; all ranks call this."""
         self._round = step // self._period
-        self._chunks = list(rollout.chunks(self._micro_batches))
+        self._micro_batches = with_totals(batch.split(self._count), self._ranks)
 
-    def at(self, step: int) -> Rollout:
-        """Return the micro-batch that micro-step `step`, which must be of this round, trains on."""
+    def at(self, step: int, accumulation: int) -> Batch:
+        """Return the micro-batch of micro-step `step`, which must be of this round.
+
+        Its optimizer step has `accumulation` micro-batches; its totals are that share of those of
+        the rollout batch.
+        """
         if self.is_stale(step):
             raise RuntimeError(f"The buffer does not hold the round of micro-step {step}.")
-        return self._chunks[step % self._micro_batches]
+        batch = self._micro_batches[step % self._count]
+        return replace(batch, step_totals=batch.totals.scaled(accumulation / self._count))
 
-    def longest(self) -> Rollout:
+    def longest(self) -> Batch:
         """Return the micro-batch with the longest row."""
-        return max(self._chunks, key=lambda rollout: max(rollout.lengths))
+        return max(self._micro_batches, key=lambda batch: max(batch.rows.lengths))
 
     def state(self, step: int) -> list[dict[str, Any]] | None:
-        """The fields of the micro-batches that `step` needs; None if it begins a round.
+        """The micro-batches that `step` needs; None if it begins a round.
 
-        Checkpoints hold tensors, numbers, and lists of these, so prefixes are lists of ids.
+        Checkpoints hold tensors, numbers, and lists and dictionaries of these.
         """
         if self.is_stale(step):
             return None
-        states = []
-        for micro_batch in self._chunks:
-            names = [field.name for field in dataclasses.fields(Rollout)]
-            state = {name: getattr(micro_batch, name) for name in names}
-            state["prefixes"] = [list(prefix.ids) for prefix in micro_batch.prefixes]
-            states.append(state)
-        return states
+        return [_plain_values(batch) for batch in self._micro_batches]
 
     def restore(self, step: int, state: list[dict[str, Any]] | None, device: torch.device) -> None:
         """Hold what `state` returned when micro-step `step` was the next one."""
@@ -62,13 +63,58 @@ class Buffer:
         # A loop that was told to skip no consumed rows is at another place of its round.
         if state is not None and step % self._period:
             self._round = step // self._period
-            self._chunks = [_restored(fields, device) for fields in state]
+            self._micro_batches = [_batch_of(values, device) for values in state]
 
 
-def _restored(fields: dict[str, Any], device: torch.device) -> Rollout:
-    """Make the micro-batch whose fields `Buffer.state` returned."""
-    on_device = {
-        name: value.to(device) if isinstance(value, Tensor) else value
-        for name, value in fields.items()
+def _plain_values(batch: Batch) -> dict[str, Any]:
+    """Take a micro-batch apart into what a checkpoint can hold."""
+    return {
+        "groups": [_group_values(group) for group in batch.groups],
+        "loss_mask": batch.loss_mask,
+        "columns": dict(batch.columns),
+        "mode": batch.mode,
+        "keeps_groups": batch.keeps_groups,
+        "totals": batch.totals.stack(),
     }
-    return Rollout(**on_device | {"prefixes": prefixes_of(fields["prefixes"])})
+
+
+def _group_values(group: Group) -> dict[str, Any]:
+    return {
+        "prefix": list(group.prefix.ids),
+        "row": group.row,
+        "branches": [
+            {
+                "ids": list(branch.ids),
+                "loss_mask": list(branch.loss_mask),
+                "row": branch.row,
+                "prefix": None if branch.prefix is None else list(branch.prefix.ids),
+            }
+            for branch in group.branches
+        ],
+    }
+
+
+def _batch_of(values: dict[str, Any], device: torch.device) -> Batch:
+    """Make the micro-batch that `_plain_values` took apart."""
+    batch = Batch(
+        groups=tuple(_group_of(group) for group in values["groups"]),
+        loss_mask=values["loss_mask"],
+        columns=Columns(**values["columns"]),
+        mode=values["mode"],
+        keeps_groups=values["keeps_groups"],
+        step_totals=Totals(*values["totals"].to(device).unbind()),
+    )
+    return batch.to(device)
+
+
+def _group_of(values: dict[str, Any]) -> Group:
+    branches = [
+        Branch(
+            ids=branch["ids"],
+            loss_mask=branch["loss_mask"],
+            row=branch["row"],
+            prefix=None if branch["prefix"] is None else Prefix(branch["prefix"]),
+        )
+        for branch in values["branches"]
+    ]
+    return Group(Prefix(values["prefix"]), tuple(branches), values["row"])

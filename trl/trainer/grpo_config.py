@@ -4,6 +4,9 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
+from ..algorithms.entropy_bonus import EntropyController
+from ..algorithms.grpo import GRPO
+from ..ops.policy_losses import GammaShape
 from ..options import option
 from ..suggestions import did_you_mean
 from .legacy_options import ONLINE_LEGACY_OPTIONS
@@ -72,10 +75,35 @@ class GRPOConfig(OnlineConfig):
             words = f"loss_type={kind!r} was published with importance_sampling_level={usual!r}"
             warnings.warn(f"{words}, not {level!r}.", stacklevel=4)
 
-    @property
-    def scores_policy(self) -> bool:
-        """Also to compare the entropies of a round; see `OnlineConfig`."""
-        return super().scores_policy or self.top_entropy_quantile < 1.0
+    def make_algorithm(self) -> GRPO:
+        """Make the algorithm of these options."""
+        scale: Any = self.scale_rewards
+        return GRPO(
+            loss_type=self.loss_type,
+            scale_rewards=scale,
+            multi_objective_aggregation=self.multi_objective_aggregation,
+            importance_sampling_level=self.importance_sampling_level,
+            clip_range=self.clip_range,
+            delta=self.delta,
+            cispo_ratio_max=1 + self.epsilon if self.epsilon_high is None else self.epsilon_high,
+            sapo_temperature_pos=self.sapo_temperature_pos,
+            sapo_temperature_neg=self.sapo_temperature_neg,
+            vespo_pos=GammaShape(self.vespo_k_pos, self.vespo_lambda_pos),
+            vespo_neg=GammaShape(self.vespo_k_neg, self.vespo_lambda_neg),
+            beta=self.beta,
+            use_bias_correction_kl=self.use_bias_correction_kl,
+            off_policy_mask_threshold=self.off_policy_mask_threshold,
+            top_entropy_quantile=self.top_entropy_quantile,
+            max_completion_length=self.max_completion_length,
+            entropy=EntropyController(
+                coefficient=self.entropy_coef,
+                is_adaptive=self.use_adaptive_entropy,
+                target=self.entropy_target,
+                delta=self.entropy_coef_delta,
+                lowest=self.entropy_coef_min,
+                highest=self.entropy_coef_max,
+            ),
+        )
 
     def _problems(self) -> dict[str, Any]:
         mode = self.vllm_importance_sampling_mode

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ..algorithms.online_dpo import OnlineDPO
 from ..options import option
 from .base.options import ignored, refused
 from .legacy_options import ONLINE_LEGACY_OPTIONS
@@ -62,3 +63,11 @@ class OnlineDPOConfig(OnlineConfig):
         """The value in an epoch; after the last value it stays."""
         values = self.beta if isinstance(self.beta, list) else [self.beta]
         return values[min(epoch, len(values) - 1)]
+
+    def make_algorithm(self) -> OnlineDPO:
+        """Make the algorithm of these options, as it is in the first epoch."""
+        return OnlineDPO(
+            beta=self.beta_in(0),
+            loss_type=self.loss_type,
+            missing_eos_penalty=self.missing_eos_penalty,
+        )

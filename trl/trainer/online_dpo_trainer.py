@@ -1,15 +1,15 @@
 """Online DPO: two completions of each prompt, one of which is preferred."""
 
+from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ..online.metrics import record_pairs
+from ..algorithms.base import LossTerms
+from ..algorithms.online_dpo import OnlineDPO
+from ..batch import Batch
 from ..online.reward_sources import JudgeReward, PairwiseJudge
-from ..ops.masking import masked_sum, nan_mean
-from ..ops.preference_losses import PAIR_LOSSES, PairOptions, PairScores
-from ..types import RewardTable, Rollout, TokenScores
+from ..types import TokenScores
 from .base.best_metric import SAMPLING, SIDES
 from .base.options import ignored
 from .model_card import Method
@@ -46,7 +46,7 @@ class OnlineDPOTrainer(OnlineTrainer):
 
     config_class = OnlineDPOConfig
     evaluation_metrics = OnlineTrainer.evaluation_metrics | SIDES | SAMPLING | PAIRS
-    skips_zero_advantages = False  # metrics are of all pairs
+    algorithm: OnlineDPO
     legacy_options = {
         "reward_model": "reward_funcs",
         "reward_processing_class": "reward_processing_classes",
@@ -70,32 +70,7 @@ class OnlineDPOTrainer(OnlineTrainer):
             reward_funcs = JudgeReward(judge)
         super().__init__(model, reward_funcs, args, ref_model=ref_model, **options)
 
-    def shape_rewards(self, table: RewardTable, batch: Rollout) -> Tensor:
-        """Subtract the penalty of completions that were cut off: (N,)."""
-        return table.with_truncation_penalty(self.args.missing_eos_penalty)
-
-    def compute_advantages(self, rewards: Tensor, table: RewardTable, batch: Rollout) -> Tensor:
-        """1 for the preferred completion, -1 for the other, 0 if one could not be scored: (N,)."""
-        store, pairs = self.metrics[batch.mode], rewards.view(-1, 2)
-        difference = pairs[:, 0] - pairs[:, 1]
-        store.value("objective/scores", nan_mean(rewards))
-        store.value("objective/scores_margin", nan_mean(difference.abs()))
-        store.value("val/contain_eos_token", torch.as_tensor(table.ended).float().mean())
-        first = torch.where(difference >= 0, 1.0, -1.0).masked_fill(difference.isnan(), 0.0)
-        return torch.stack([first, -first], 1).flatten()
-
-    def policy_loss(self, scores: TokenScores, ratio: Tensor, batch: Rollout) -> Tensor:
-        """Return the mean over pairs, whose rows are neighbors."""
-        mask, beta = batch.loss_mask, self.args.beta_in(self.data_position.epoch)
-        credit = torch.as_tensor(batch.advantages).view(-1, 2)
-        preferred_first = credit.argsort(dim=1, descending=True, stable=True)
-        tokens = torch.stack([scores.logps, scores.logps - batch.ref_logps])
-        pairs = masked_sum(tokens, mask, dim=2).view(2, -1, 2)
-        logps, log_ratios = pairs.gather(2, preferred_first.expand_as(pairs))
-        record_pairs(self.metrics[batch.mode], logps, log_ratios, batch.rewards, beta)
-        # A completion counts as one token where losses are of means over tokens.
-        once = torch.ones_like(log_ratios[:, 0])
-        lengths = {"chosen_lengths": once, "rejected_lengths": once}
-        sums = PairScores(chosen=log_ratios[:, 0], rejected=log_ratios[:, 1], **lengths)
-        losses = PAIR_LOSSES[self.args.loss_type](sums, PairOptions(beta=beta))
-        return (losses * credit[:, 0].abs()).mean() * batch.share_of_micro_batch
+    def loss(self, scores: TokenScores, batch: Batch) -> LossTerms:
+        """Return the losses of pairs, with the beta of the epoch."""
+        beta = self.args.beta_in(self.data_position.epoch)
+        return replace(self.algorithm, beta=beta).loss(scores, batch, self.metrics[batch.mode])

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ..algorithms.ppo import PPO, EarlyStop
 from ..options import option
 from .base.options import ignored
 from .legacy_options import RLOO_AND_PPO_LEGACY_OPTIONS
@@ -21,7 +22,6 @@ class PPOConfig(OnlineConfig):
         "the adapter that is trained is the active one, and its base model the reference",
         *("model_adapter_name", "ref_adapter_name"),
     )
-    kl_in_reward = True
     least_group: ClassVar[int] = 1
     learning_rate: float = option(3e-6, "Initial learning rate.", ge=0)
     disable_dropout: bool = option(True, "Set the probability of every dropout layer to zero.")
@@ -68,3 +68,19 @@ class PPOConfig(OnlineConfig):
         if given == (None, None) and steps:
             self.steps_per_generation = steps
         super().__post_init__()
+
+    def make_algorithm(self) -> PPO:
+        """Make the algorithm of these options."""
+        return PPO(
+            beta=self.beta,
+            kl_estimator=self.kl_estimator,
+            gamma=self.gamma,
+            lam=self.lam,
+            clip_range=self.clip_range,
+            cliprange_value=self.cliprange_value,
+            vf_coef=self.vf_coef,
+            entropy_coef=self.entropy_coef,
+            whiten_rewards=self.whiten_rewards,
+            missing_eos_penalty=self.missing_eos_penalty,
+            early_stop=EarlyStop(target_kl=self.target_kl),
+        )

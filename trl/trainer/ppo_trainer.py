@@ -3,17 +3,12 @@
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
+from ..algorithms.ppo import PPO
 from ..models import value_model as value_models
 from ..models.loading import disable_dropout_in_model, load_policy
 from ..models.scorer import Reader
-from ..ops.advantages import clipped_value_loss, generalized_advantages, token_rewards, whitened
-from ..ops.kl import k1, k3
-from ..ops.masking import masked_sum, nan_mean
-from ..ops.policy_losses import clip_flags, log_ratio, sum_over
-from ..types import RewardTable, Rollout, TokenScores
 from .base.best_metric import CLIPPING, SAMPLING
 from .legacy_options import RLOO_AND_PPO_LEGACY_ARGUMENTS
 from .model_card import Method
@@ -57,7 +52,7 @@ class PPOTrainer(OnlineTrainer):
 
     config_class = PPOConfig
     evaluation_metrics = OnlineTrainer.evaluation_metrics | CLIPPING | SAMPLING | VALUES
-    skips_zero_advantages = False  # the value loss is not a multiple of the advantage
+    algorithm: PPO
     legacy_options = RLOO_AND_PPO_LEGACY_ARGUMENTS | {"ref_policy": "ref_model"}
     method = Method("PPO", "ppo", arxiv="1909.08593")
 
@@ -85,107 +80,15 @@ class PPOTrainer(OnlineTrainer):
         if isinstance(given, nn.Module) and args.disable_dropout:
             disable_dropout_in_model(given)
         value_models.add_value_model(self.model, given, args.device)
-        self._moved: list[Tensor] = []  # squared log-ratios of an update, and how many
-        self.runner.reset_hooks.append(self._moved.clear)
-        self._episodes = 0  # completions of all ranks so far
-        count = partial(setattr, self, "_episodes")
-        self.rank_state.register("episodes", lambda: self._episodes, count)
+        self.rank_state.register("episodes", lambda: self.algorithm.episodes, self._count_episodes)
+
+    def _count_episodes(self, count: int) -> None:
+        """Go on from a number of completions."""
+        self.algorithm.episodes = count
 
     def value_reader(self, model: nn.Module) -> Reader:
         """The value model."""
         return value_models.value_reader(model)
-
-    @property
-    def needs_entropy(self) -> bool:
-        """For the bonus."""
-        return self.args.entropy_coef != 0.0
-
-    def shape_rewards(self, table: RewardTable, batch: Rollout) -> Tensor:
-        """Subtract the penalty of completions that were cut off: (N,)."""
-        rewards = table.with_truncation_penalty(self.args.missing_eos_penalty)
-        store = self.metrics[batch.mode]
-        if batch.mode == "train":
-            self._episodes += len(rewards)
-            store.maximum("episode", self._episodes)
-        store.value("objective/scores", nan_mean(rewards))
-        store.value("val/num_eos_tokens", torch.as_tensor(table.ended).float().sum())
-        return rewards
-
-    def compute_advantages(self, rewards: Tensor, table: RewardTable, batch: Rollout) -> Tensor:
-        """Credit tokens by generalized advantage estimation: (B, C), 0 for unscorable rows."""
-        args, mask = self.args, batch.loss_mask
-        penalty = torch.zeros_like(torch.as_tensor(batch.values))
-        if args.beta != 0.0:
-            estimate = k1 if args.kl_estimator == "k1" else k3
-            penalty = -args.beta * estimate(batch.old_logps, batch.ref_logps, mask)
-        store, penalties = self.metrics[batch.mode], penalty.sum(1)
-        rewards = torch.as_tensor(batch.rewards)
-        entropies = -masked_sum(torch.as_tensor(batch.old_logps), mask, dim=1)
-        store.value("objective/entropy", entropies.mean())
-        if args.beta != 0.0:
-            store.value("objective/kl", -penalties.mean() / args.beta)
-        store.value("objective/non_score_reward", penalties.mean())
-        store.value("objective/rlhf_reward", nan_mean(rewards + penalties))
-        found = token_rewards(rewards, penalty, mask)
-        counted = self._scored(batch)
-        if args.whiten_rewards:
-            found = whitened(found, counted, self.ranks.sum, keeps_mean=True)
-        return generalized_advantages(found, batch.values, counted, args.gamma, args.lam)
-
-    def finish(self, batch: Rollout, advantages: Tensor, healthy: bool) -> Rollout:
-        """Keep what values should be, and scale the advantages over the round of all ranks."""
-        batch = super().finish(batch, advantages, healthy)
-        advantages = torch.as_tensor(batch.advantages)
-        scaled = whitened(advantages, self._scored(batch), self.ranks.sum)
-        return batch.replace(returns=advantages + batch.values, advantages=scaled)
-
-    def _scored(self, batch: Rollout) -> Tensor:
-        return batch.loss_mask & ~torch.as_tensor(batch.rewards).isnan()[:, None]
-
-    def policy_loss(self, scores: TokenScores, ratio: Tensor, batch: Rollout) -> Tensor:
-        """Return the clipped losses of policy and values, means over tokens of the round."""
-        args, mask, store = self.args, self._scored(batch), self.metrics[batch.mode]
-        total = self.per_micro_batch(batch.num_loss_tokens, batch)
-        losses = self.clipped_losses(ratio, batch, mask)
-        off = clipped_value_loss(scores.values, batch.values, batch.returns, args.cliprange_value)
-        policy, values = sum_over(losses, mask, total), sum_over(off, mask, total)
-        self._record_update(scores, ratio, batch)
-        store.value("loss/policy_avg", policy)
-        store.value("loss/value_avg", values)
-        loss = policy + args.vf_coef * values
-        if self.needs_entropy:
-            loss = loss - args.entropy_coef * sum_over(scores.entropies, mask, total)
-        return loss
-
-    @torch.no_grad()
-    def _record_update(self, scores: TokenScores, ratio: Tensor, batch: Rollout) -> None:
-        args, mask, store = self.args, self._scored(batch), self.metrics[batch.mode]
-        count, values = mask.sum(), torch.as_tensor(scores.values)
-        flags = clip_flags(ratio, batch.advantages, *args.clip_range)
-        store.mean("policy/clipfrac_avg", masked_sum((flags[0] | flags[1]).float(), mask), count)
-        clipped = clipped_value_loss(values, batch.values, batch.returns, args.cliprange_value)
-        worse = clipped > 0.5 * (values - batch.returns).square()
-        store.mean("val/clipfrac_avg", (worse & mask).sum(), count)
-        moved = log_ratio(scores.logps, batch.old_logps, mask, "token")
-        squares = torch.stack([0.5 * moved.square().sum(), count])
-        store.mean("policy/approxkl_avg", *squares)
-        store.mean("val/ratio", masked_sum(ratio, mask), count)
-        store.mean("val/ratio_var", masked_sum((ratio - 1).square(), mask), count)
-        if scores.entropies is not None:
-            store.mean("policy/entropy_avg", masked_sum(scores.entropies, mask), count)
-        if batch.mode == "train":
-            self._moved.append(squares)
-
-    def check_update(self, step: int) -> None:
-        """Drop the round once an update moved the policy too far: the next one generates anew."""
-        super().check_update(step)
-        if self.args.target_kl is not None and self._moved:
-            moved, count = self.ranks.sum(torch.stack(self._moved).sum(0)).tolist()
-            stops = moved > self.args.target_kl * count
-            self.metrics["train"].value("policy/early_stops", float(stops))
-            if stops:
-                self.end_epoch()  # of what was generated
-        self._moved.clear()
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         bare = self.accelerator.unwrap_model(self.model)

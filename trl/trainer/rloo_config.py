@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from ..algorithms.rloo import RLOO
 from ..options import option
 from .base.options import ignored, refused
 from .legacy_options import RLOO_AND_PPO_LEGACY_OPTIONS
@@ -22,7 +23,6 @@ class RLOOConfig(OnlineConfig):
         **ignored("write a reward function of completion_ids", "missing_eos_penalty"),
         **refused("use normalize_advantages", "whiten_rewards", "normalize_advantage"),
     }
-    kl_in_reward = True
 
     beta: float = option(0.05, "Weight of the KL penalty in the reward; 0: no reference.", ge=0)
     normalize_advantages: bool = option(
@@ -46,3 +46,12 @@ class RLOOConfig(OnlineConfig):
                 "symmetric clip at 10: reward_clip_range=(-10, 10)."
             )
         self.reward_clip_range = (float(bounds[0]), float(bounds[1]))
+
+    def make_algorithm(self) -> RLOO:
+        """Make the algorithm of these options."""
+        return RLOO(
+            beta=self.beta,
+            clip_range=self.clip_range,
+            reward_clip_range=self.reward_clip_range,
+            normalize_advantages=self.normalize_advantages,
+        )

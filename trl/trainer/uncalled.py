@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-POLICY_LOSS = "override `policy_loss(scores, ratio, batch)`"
+ONLINE_LOSS = "override `loss(scores, batch)`"
+CREDIT = "override `credit(step)`"
 GENERATE = "override `generate(prompts, mode)`, or pass `rollout_func`"
 LOSS = "override `loss(scores, batch)`"
 SCORE = "override `score(model, batch)`"
@@ -20,27 +21,31 @@ ADAPTER = "pass `peft_config`, or a model that has an adapter"
 
 # Of trainers that generate.
 ONLINE = {
-    "_calculate_rewards": "pass `reward_funcs`, or override `shape_rewards(table, batch)`",
-    "_compute_loss": POLICY_LOSS,
-    "_forward": POLICY_LOSS,
+    "_calculate_rewards": f"pass `reward_funcs`, or {CREDIT}",
+    "_compute_loss": ONLINE_LOSS,
+    "_forward": ONLINE_LOSS,
     "_generate": GENERATE,
     "_generate_and_score_completions": "override `collect(rows, mode)`, or, for advantages alone, "
-    "`compute_advantages(rewards, table, batch)`",
+    "`credit(step)`",
     "_generate_single_turn": GENERATE,
     "_get_eval_sampler": "order the dataset",
-    "_get_last_hidden_state": POLICY_LOSS,
-    "_get_per_token_logps": POLICY_LOSS,
-    "_get_per_token_logps_and_entropies": POLICY_LOSS,
+    "_get_last_hidden_state": ONLINE_LOSS,
+    "_get_per_token_logps": ONLINE_LOSS,
+    "_get_per_token_logps_and_entropies": ONLINE_LOSS,
     "_get_train_sampler": "order the dataset, and set `shuffle_dataset` to False",
     "_move_model_to_vllm": GENERATE,
     "_prepare_dataset": "change the dataset before it is passed",
     "_prepare_peft_model": ADAPTER,
     "_tool_call_loop": "pass `tools` or `rollout_func`",
-    "compute_liger_loss": POLICY_LOSS,
+    "compute_liger_loss": ONLINE_LOSS,
+    # Hooks of earlier versions of this package.
+    "compute_advantages": CREDIT,
+    "policy_loss": ONLINE_LOSS,
+    "shape_rewards": CREDIT,
     "generate_completions": "add `LogCompletionsCallback`",
-    "get_gamma_weights": POLICY_LOSS,
-    "get_high_entropy_mask": POLICY_LOSS,
-    "get_off_policy_mask": POLICY_LOSS,
+    "get_gamma_weights": ONLINE_LOSS,
+    "get_high_entropy_mask": ONLINE_LOSS,
+    "get_off_policy_mask": ONLINE_LOSS,
 }
 # Of trainers that learn from a dataset.
 OFFLINE = {

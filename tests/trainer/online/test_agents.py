@@ -256,7 +256,7 @@ def test_rollout_functions(tmp_path, kind):
     assert record["finish"] == "stop" and seen["name"] == ["env"] * 8
     assert isinstance(seen["completions"][0], list)
     assert trainer.state.log_history[0]["completions/mean_length"] == 3.0
-    assert batches[0].prompt_ids[0] == [*ids("<user>ab<end><assistant>"), 50]
+    assert batches[0].rows.prompt_ids[0] == [*ids("<user>ab<end><assistant>"), 50]
     assert batches[0].loss_mask[0].tolist() == [True, False, True, True]
 
 

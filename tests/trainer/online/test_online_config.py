@@ -6,6 +6,7 @@ import pytest
 from accelerate import ParallelismConfig
 from online_runs import config
 
+from trl.algorithms.rloo import RLOO
 from trl.ops.policy_losses import MODES
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.online.online_config import OnlineConfig
@@ -53,7 +54,8 @@ def test_batch_plan():
 def test_the_policy_is_scored_where_its_log_probabilities_are_not_known(
     monkeypatch, changes, in_reward, expected
 ):
-    monkeypatch.setattr(OnlineConfig, "kl_in_reward", in_reward)
+    algorithm = RLOO(beta=changes.get("beta", 0.1) if in_reward else 0.0)
+    monkeypatch.setattr(OnlineConfig, "make_algorithm", lambda self: algorithm)
     common = {"num_generations": 4, "beta": 0.1, "bf16": False}
     assert make(**(common | changes)).scores_policy is expected
 

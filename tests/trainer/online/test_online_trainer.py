@@ -23,6 +23,7 @@ from online_runs import (
 )
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 
+from trl.algorithms.base import Algorithm, Needs
 from trl.online.guard import NonFiniteError
 from trl.ops.masking import masked_sum
 from trl.ops.policy_losses import clipped_surrogate
@@ -30,6 +31,7 @@ from trl.trainer.model_card import Method
 from trl.trainer.online.online_config import OnlineConfig
 from trl.trainer.online.online_trainer import OnlineTrainer
 from trl.trainer.rloo_trainer import RLOOTrainer
+from trl.types import TokenScores
 
 
 class Mine(RLOOTrainer):
@@ -366,7 +368,7 @@ def test_long_prompts_are_dropped_or_cut_and_counted(tmp_path):
     cutting = make_trainer(tmp_path, long_prompts="cut-left", **limits | {"max_steps": 1})
     cutting.train()
     assert cutting.state.log_history[0]["prompts/cut"] == 1
-    assert [len(ids) for ids in cutting.buffer.longest().prompt_ids] == [2] * 4 + [9] * 4
+    assert [len(ids) for ids in cutting.buffer.longest().rows.prompt_ids] == [2] * 4 + [9] * 4
     with pytest.raises(ValueError, match="train_dataset has 1 row,"):
         make_trainer(
             tmp_path, long_prompts="drop", max_prompt_length=9, data=dataset(["a", "x" * 20])
@@ -452,23 +454,34 @@ def token_credit(reward, row, place):
     return 0.0 if row % 3 == 2 else float(reward) * (place + 1) / 4 - 1
 
 
-class TokenCredit(OnlineTrainer):
+class TokenAlgorithm(Algorithm[TokenScores]):
     """Clipped ratios of tokens, each with an advantage of its own: (B, C)."""
+
+    needs = Needs(ratio="token", only_advantages=True)
+
+    def credit(self, step, metrics):
+        batch = step.batch
+        advantages = torch.zeros(batch.loss_mask.shape)
+        for row, reward in enumerate(step.ranks.local(step.rewards.total)):
+            for place in range(len(batch.rows.completion_ids[row])):
+                advantages[row, place] = token_credit(reward, row, place)
+        return step.map([batch.with_columns(advantages=advantages)])
+
+    def loss(self, scores, batch, metrics):
+        columns = batch.columns
+        losses = clipped_surrogate(columns["ratio"], columns["advantages"], 0.2, 0.2)
+        total = masked_sum(batch.weighted(losses), batch.loss_mask)
+        return {"policy": (total, batch.totals.tokens)}
+
+
+class TokenCredit(OnlineTrainer):
+    """What trains by it."""
 
     config_class = OnlineConfig
     method = Method("token credit", "token-credit")
 
-    def compute_advantages(self, rewards, table, batch):
-        found = torch.zeros(batch.loss_mask.shape)
-        for row, reward in enumerate(self.ranks.local(rewards)):
-            for place in range(len(batch.completion_ids[row])):
-                found[row, place] = token_credit(reward, row, place)
-        return found
-
-    def policy_loss(self, scores, ratio, batch):
-        losses = batch.weighted(clipped_surrogate(ratio, batch.advantages, 0.2, 0.2))
-        total = masked_sum(losses, batch.loss_mask)
-        return total / self.per_micro_batch(batch.num_loss_tokens, batch)
+    def make_algorithm(self):
+        return TokenAlgorithm()
 
 
 def steps_of_a_loop(rows, count, rate):

@@ -7,7 +7,6 @@ import torch
 from faulty_kernels import break_kernels
 from online_runs import (
     completion_logps,
-    config,
     dataset,
     gradients,
     make_trainer,
@@ -19,12 +18,9 @@ from online_runs import (
 )
 from tiny import tiny_model
 
-from trl.distributed import Ranks
-from trl.generation.base import Generations
+from trl.batch import with_totals
 from trl.trainer.grpo_trainer import GRPOTrainer
-from trl.trainer.online.scoring import assemble, credited, rows_with_gradient
 from trl.trainer.rloo_trainer import RLOOTrainer
-from trl.types import Prompts, RewardTable
 
 MANY = ["ab", "cde", "f", "ghij", "kl", "mno", "p", "qrst"]
 
@@ -152,15 +148,7 @@ def test_masked_rows_count_as_without_gradient(tmp_path):
         reward=lambda completion_ids, **kwargs: [float(i % 4) for i in range(len(completion_ids))],
     )
     batch = trainer.collect([{"prompt": p} for p in ("ab", "cde") for _ in range(4)])
-    assert batch.has_gradient == [False, True, False, True] * 2
-
-
-def test_nan_advantages_are_not_left_out(tmp_path):
-    trainer = make_trainer(tmp_path)
-    batch = trainer.collect([{"prompt": p} for p in ("ab", "cde") for _ in range(4)])
-    advantages = torch.zeros(8)
-    advantages[3] = torch.nan
-    assert rows_with_gradient(batch, advantages) == [row == 3 for row in range(8)]
+    assert batch.columns["has_gradient"].tolist() == [False, True, False, True] * 2
 
 
 # --- Reusing what generation computed ---
@@ -249,8 +237,9 @@ def test_old_log_probabilities_are_those_of_one_row_at_a_time(tmp_path):
     batch = trainer.collect([{"prompt": p} for p in ("ab", "cde") for _ in range(4)])
     for row, (prompt, completion) in enumerate(rows_of(["ab", "cde"], 4)):
         expected = completion_logps(trainer.model, prompt, completion)
-        assert (batch.old_logps[row, : len(completion)] - expected).abs().max() < 1e-5
-        assert not batch.old_logps[row, len(completion) :].any()
+        old_logps = batch.columns["old_logps"][row]
+        assert (old_logps[: len(completion)] - expected).abs().max() < 1e-5
+        assert not old_logps[len(completion) :].any()
 
 
 # --- Entropy ---
@@ -321,6 +310,7 @@ def test_a_micro_batch_without_gradient_has_zero_gradients(tmp_path):
     )
     trainer.model.train()
     batch = trainer.collect([{"prompt": p} for p in ("ab", "cde") for _ in range(4)])
+    (batch,) = with_totals([batch], trainer.ranks)
     loss = trainer.compute_loss(trainer.model, batch)
     loss.backward()
     assert loss.item() == 0.0
@@ -337,69 +327,3 @@ def test_a_kernel_that_fails_in_half_precision_fails_no_step(tmp_path, monkeypat
     trainer = make_trainer(tmp_path / "faulty", **settings)
     assert torch.equal(step_direction(trainer), expected)
     assert not trainer.scorer.check.enabled
-
-
-# --- Rollouts ---
-
-ROWS = Prompts(messages=["a", "a", "b", "b"], token_ids=[[5], [5], [6, 7], [6, 7]])
-GENERATIONS = Generations(
-    completion_ids=[[10, 1], [11, 12, 13], [1], [14, 15, 1]],
-    finish_reasons=["stop", "length", "stop", "stop"],
-    sampling_logps=[[-1.0, -2.0], [-3.0] * 3, [-4.0], [-5.0] * 3],
-    policy_mask=[[True, True], [True] * 3, [True], [False, False, False]],
-)
-
-
-def made(folder, mode="train", **changes):
-    args = config(folder, per_device_train_batch_size=4, num_generations=2, **changes)
-    return assemble(ROWS, GENERATIONS, mode, args, Ranks())
-
-
-def test_tokens_that_the_policy_wrote_are_trained_on(tmp_path):
-    batch = made(tmp_path)
-    assert batch.loss_mask.tolist() == [
-        [True, True, False], [True, True, True], [True, False, False], [False] * 3
-    ]  # fmt: skip
-    assert (batch.num_loss_tokens.item(), batch.num_loss_rows.item()) == (6, 3)
-    assert batch.sampling_logps[0].tolist() == [-1.0, -2.0, 0.0]
-    assert (batch.mode, batch.num_micro_batches) == ("train", 1)
-
-
-def test_truncated_completions_are_left_out_if_asked_to(tmp_path):
-    batch = made(tmp_path, mask_truncated_completions=True)
-    assert not batch.loss_mask[1].any() and batch.num_loss_tokens.item() == 3
-    scores = torch.tensor([1.0, 2.0, 3.0, 4.0])
-    table = RewardTable(
-        per_function=scores[:, None],
-        weights=torch.ones(1),
-        total=scores,
-        names=("f",),
-        group_size=2,
-    )
-    for masks in (False, True):
-        args = config(tmp_path, mask_truncated_completions=masks)
-        found = credited(table, GENERATIONS, args, Ranks())
-        assert found.total.isnan().tolist() == [False, masks, False, False]
-        assert found.ended.tolist() == [True, False, True, True]
-    assert found.with_truncation_penalty(0.5).nan_to_num(-9).tolist() == [1.0, -9, 3.0, 4.0]
-    assert (
-        credited(table, GENERATIONS, config(tmp_path), Ranks()).with_truncation_penalty(0.5)[1]
-        == 1.5
-    )
-
-
-def test_an_evaluation_batch_is_one_micro_batch(tmp_path):
-    cut = {"gradient_accumulation_steps": 2}
-    assert made(tmp_path, **cut).num_micro_batches == 2
-    assert made(tmp_path, mode="eval", **cut).num_micro_batches == 1
-
-
-def test_rows_with_gradient(tmp_path):
-    batch = made(tmp_path)
-    assert rows_with_gradient(batch, torch.tensor([0.0, 1.0, -1.0, 1.0])) == [
-        False, True, True, False
-    ]  # fmt: skip
-    tokens = torch.zeros(4, 3)
-    tokens[0, 2] = 1.0  # beyond its end
-    tokens[1, 2] = torch.nan
-    assert rows_with_gradient(batch, tokens) == [False, True, False, False]

@@ -14,7 +14,7 @@ from transformers import DefaultFlowCallback, TrainerControl
 from transformers.training_args import OptimizerNames
 from transformers.utils import logging
 
-from ...algorithms.base import Algorithm, LossTerms
+from ...algorithms.base import Algorithm, LossTerms, divide
 from ...batch import Batch, Step
 from ...models.reference import FrozenCopy, ReferencePolicy, make_reference
 from ...models.scorer import Scorer
@@ -202,7 +202,7 @@ class BaseTrainer(StrictKeywordArguments, OverrideCheck, BestMetricCheck, Checkp
             terms["aux_loss"] = weighted, batch.totals.all_units
             self.metrics[batch.mode].value("aux_loss", aux_loss)
         self.record_loss(terms, batch.mode)
-        shares = [term_sum / total.clamp(min=1) for term_sum, total in terms.values()]
+        shares = [divide(term) for term in terms.values()]
         return torch.stack(shares).sum() * self.ranks.count
 
     def record_loss(self, terms: LossTerms, mode: Mode) -> None:

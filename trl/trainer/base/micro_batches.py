@@ -39,7 +39,6 @@ class MicroBatchRunner:
         self._phases = phases
         # A process cannot go back alone while others wait for the gradient of a failed pass.
         self._size = phases.adaptive("training", alone=ranks.count > 1)
-        self._size.unit = args.unit
         self._max_tokens = args.piece_tokens if ranks.allows_uneven_passes else 0
         is_default = args.max_tokens_per_piece is None
         if self._max_tokens and is_default and router_coefficient(model, args):

@@ -7,10 +7,11 @@ import warnings
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from ...algorithms.base import Algorithm
 from ...generation.options import GenerationOptions
 from ...ops.policy_losses import MODES
 from ...options import changed_options, option
-from ...types import Mode
+from ...types import Mode, TokenScores
 from ..base.base_config import BaseConfig, ReferenceOptions
 from .batch_math import BatchPlan, check_eval_groups, check_groups, resolve_rounds
 
@@ -23,7 +24,6 @@ class OnlineConfig(GenerationOptions, ReferenceOptions, BaseConfig):
     """Batches, rewards and objective of trainers that generate, with the groups of others."""
 
     least_group: ClassVar[int] = 2  # completions for each prompt
-    kl_in_reward: ClassVar[bool] = False  # otherwise the KL penalty is part of the loss
     without_meaning = BaseConfig.without_meaning | {
         "auto_find_batch_size": (
             "it would break up groups of completions. Lower per_device_train_batch_size and raise "
@@ -155,20 +155,22 @@ class OnlineConfig(GenerationOptions, ReferenceOptions, BaseConfig):
             iterations=self.num_iterations,
         )
 
-    @property
-    def penalizes_rewards(self) -> bool:
-        """Whether the KL penalty is part of the reward."""
-        return self.kl_in_reward and self.beta != 0.0
+    def make_algorithm(self) -> Algorithm[TokenScores]:
+        """Make the algorithm of these options."""
+        raise NotImplementedError
 
     @property
     def scores_policy(self) -> bool:
-        """Whether the policy is scored without gradient: off-policy, or for a KL in the reward."""
+        """Whether the policy is scored without gradient: off-policy, or for credit."""
+        needs = self.make_algorithm().needs
+        if not self.batch_plan.is_on_policy or needs.values or needs.credit_entropies:
+            return True
         own_engine = not (self.use_vllm or self.use_transformers_continuous_batching)
         reuses = self.reuse_sampling_logps
         if reuses is None:  # what the model is loaded in is not known here
             reuses = not (self.bf16 or self.fp16)
         is_known = own_engine and reuses
-        return not self.batch_plan.is_on_policy or (self.penalizes_rewards and not is_known)
+        return needs.old_logps and not is_known
 
     def _problems(self) -> dict[str, Any]:
         low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max

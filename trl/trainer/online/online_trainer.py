@@ -8,42 +8,54 @@ from typing import Any, ClassVar
 
 import torch
 from datasets import Dataset, IterableDataset
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
+from ...algorithms.base import Algorithm
+from ...batch import Batch, Step, with_totals
 from ...generation.base import Generations, PolicyHandle
 from ...models.loading import stop_token_ids
 from ...models.scorer import Reader
 from ...models.unwrap import causal_model, policy_for_inference
 from ...models.weights import working_precision
 from ...online.buffer import Buffer
-from ...online.metrics import record_clipping
 from ...online.prompts import COLUMNS
 from ...online.reports import Reports, Round, log_table, print_table, tracker_rows
 from ...online.reward_sources import resolve_rewards
 from ...online.rewards import RewardInputs, RewardSuite
 from ...online.sampler import RepeatIterableDataset
-from ...ops.masking import masked_mean
-from ...ops.policy_losses import RatioLevel, clip_flags, clipped_surrogate, importance_ratio
-from ...types import Mode, Prompts, RewardTable, Rollout, RolloutFunc, TokenScores
+from ...ops.policy_losses import RatioBounds
+from ...types import Mode, Prompts, RolloutFunc, TokenScores
 from ..attributes import ONLINE_OPTIONS, ONLINE_PROPERTIES, add_trl_properties
+from ..base.annotate import Annotator
 from ..base.base_trainer import BaseTrainer
 from ..base.best_metric import COMPLETIONS, EVERY_EVALUATION, reward_metrics
 from ..base.policy import check_additions, check_optimizer, checked_args, prepare_policy
 from ..uncalled import ONLINE
 from . import online_setup as setup
 from .agents import Agents
+from .correction import CorrectionOptions, EngineCorrection
 from .online_config import OnlineConfig
-from .scoring import Scoring, assemble, credited, rows_with_gradient
+from .rollout_batch import (
+    completion_advantages,
+    mark_truncated,
+    rollout_batch,
+    rows_with_gradient,
+)
+from .scoring import RolloutScoring
 
 
 @add_trl_properties(ONLINE_OPTIONS, ONLINE_PROPERTIES)
 class OnlineTrainer(BaseTrainer):
-    """The skeleton: prompts, generation, rewards, scoring, credit, buffer, reports.
+    """The skeleton: prompts, generation, scoring, rewards, credit, buffer, reports.
 
-    An algorithm is a subclass that says how rewards become advantages and advantages a loss, by
-    `shape_rewards`, `compute_advantages`, `policy_loss` and `ratio_level`.
+    An algorithm says how rewards become advantages and advantages a loss. `make_algorithm` makes it
+    of the options. To change a part of one, override a method and call that of the base class:
+
+    - `credit(step)`: from the rewards of all ranks (`step.rewards`) to columns of `step.batch`;
+    - `loss(scores, batch)`: loss terms of a chunk, each a sum and its total over the step;
+    - `generate(prompts, mode)`, `collect(rows, mode)`: how completions are made.
 
     Datasets have rows with a `prompt`; their other columns are passed to the reward functions.
     `eval_dataset` may be a dictionary of datasets. `reward_funcs` are callables, coroutine
@@ -56,13 +68,11 @@ class OnlineTrainer(BaseTrainer):
 
     config_class: ClassVar[type[OnlineConfig]]
     uncalled_methods = ONLINE
-    ratio_level: RatioLevel = "token"
     evaluation_metrics = EVERY_EVALUATION | COMPLETIONS
-    needs_entropy: bool = False  # whether the loss reads entropies
-    compares_entropies: bool = False  # whether credit reads those of the round, of all ranks
-    has_token_losses: bool = False  # even where a completion has one ratio
+    algorithm: Algorithm[TokenScores]
     train_dataset: Any
     eval_dataset: Any
+    _micro_batch_index = 0  # within the step, of the one whose round is generated
 
     def __init__(
         self,
@@ -102,6 +112,7 @@ class OnlineTrainer(BaseTrainer):
         datasets = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
         others = {"callbacks": callbacks, "optimizers": optimizers}
         super().__init__(policy, args, data_collator=list, **datasets, **others)
+        self.algorithm = self.make_algorithm()
         # Otherwise rank 0 would read streams for all ranks, and send batches of text as tensors.
         self.accelerator.dataloader_config.dispatch_batches = False
         template_kwargs = self.agents.template_kwargs
@@ -167,28 +178,51 @@ class OnlineTrainer(BaseTrainer):
 
     def _build_credit(self, sources: Any) -> None:
         args, phases = self.args, self.phases
-        self.scoring = Scoring(
+        self.correction = EngineCorrection(
+            options=CorrectionOptions(
+                bounds=RatioBounds(
+                    mode=args.vllm_importance_sampling_mode,
+                    low=args.vllm_importance_sampling_clip_min,
+                    high=args.vllm_importance_sampling_clip_max,
+                ),
+                is_wanted=args.vllm_importance_sampling_correction,
+                max_logp_gap=args.vllm_max_logp_gap,
+                gap_action=args.vllm_logp_gap_action,
+            ),
+            sampling=self.sampling,
+            guard=self.guard,
+            ranks=self.ranks,
+        )
+        annotator = Annotator(
+            policy=lambda: self.model,
+            scorer=self.scorer,
+            guard=self.guard,
+            chunks=lambda batch: [batch],
+            # A process cannot go back alone while others wait for its part of the weights.
+            size=phases.adaptive("scoring", alone=self.ranks.shards_weights),
+            autocast=self.accelerator.autocast,
+            reference=self.reference,
+            value_reader=self.value_reader,
+        )
+        self.scoring = RolloutScoring(
             args=args,
             policy=self.policy,
-            sampling=self.sampling,
             scorer=self.scorer,
-            reference=self.reference,
+            annotator=annotator,
+            correction=self.correction,
             guard=self.guard,
-            # A process cannot go back alone while others wait for its part of the weights.
-            batch=phases.adaptive("scoring", alone=self.ranks.shards_weights),
             autocast=self.accelerator.autocast,
             values=self.value_reader,
-            by_token=self.has_token_losses,
-            with_entropies=self.compares_entropies,
         )
-        self.runner.reset_hooks.append(self.scoring.gaps.clear)
+        self.runner.reset_hooks.append(self.correction.begin_update)
+        self.runner.reset_hooks.append(lambda: self.algorithm.begin_update())
         at_once = partial(phases.adaptive("rewards").run, most=args.batch_plan.micro_batch)
         self.rewards = RewardSuite(
             sources, args.reward_weights, args.reward_timeout, self.ranks, at_once
         ).to(args.device)
         self.run_facts["reward functions"] = [source.name for source in sources]
         self.reports = Reports(args.output_dir, self.ranks, self.metrics)
-        self.buffer = Buffer(args.batch_plan.micro_batches, args.batch_plan.iterations)
+        self.buffer = Buffer(args.batch_plan.micro_batches, args.batch_plan.iterations, self.ranks)
         self.rank_state.register(
             "round",
             lambda: self.buffer.state(self.data_position.micro_steps),
@@ -198,49 +232,41 @@ class OnlineTrainer(BaseTrainer):
     def set_up(self) -> None:
         """Build what only this algorithm has; all stages are there."""
 
-    def shape_rewards(self, table: RewardTable, batch: Rollout) -> Tensor:
-        """Return the reward (N,) that credit is computed from; NaN marks an unscorable row."""
-        return table.total
-
-    def compute_advantages(self, rewards: Tensor, table: RewardTable, batch: Rollout) -> Tensor:
-        """Return advantages: (N,), per completion of all ranks, or (B, C), per token of this rank.
-
-        Those of unscorable rows are 0.
-        """
-        raise NotImplementedError
-
-    def policy_loss(self, scores: TokenScores, ratio: Tensor, batch: Rollout) -> Tensor:
-        """Return the loss () of a micro-batch; denominators come from `per_micro_batch`.
-
-        Losses of tokens or completions go through `batch.weighted` before they are added up.
-        Metrics go to `self.metrics[batch.mode]`.
-        """
-        raise NotImplementedError
+    def make_algorithm(self) -> Algorithm[TokenScores]:
+        """Make the algorithm of the options."""
+        algorithm: Algorithm[TokenScores] = self.args.make_algorithm()
+        return algorithm
 
     def value_reader(self, model: nn.Module) -> Reader | None:
-        """Return what reads the values that `compute_advantages` needs in a forward of `model`."""
+        """Return what reads values in a forward of `model`, if the algorithm needs them."""
         return None
 
     @property
     def skips_zero_advantages(self) -> bool:
-        """Whether rows of zero advantage may be left out: all of the loss is a multiple of it."""
-        return bool(self.args.skip_zero_advantages) and self.router_coefficient == 0.0
+        """Whether rows of zero advantage are left out: all of the loss is a multiple of it."""
+        is_possible = self.algorithm.needs.only_advantages and self.router_coefficient == 0.0
+        return bool(self.args.skip_zero_advantages) and is_possible
 
-    def prepare(self, inputs: list[dict[str, Any]], mode: Mode) -> Rollout:
-        """Return the micro-batch of this step, from the round that it belongs to."""
+    def take_step(self, inputs: list[Any], mode: Mode) -> list[Batch]:
+        """Return the micro-batches of a step, generating the rollout batches they belong to."""
         if mode == "eval":
-            return self.collect(inputs, mode)
-        step = self.data_position.micro_steps
-        if self.buffer.is_stale(step):
-            self.buffer.fill(step, self.collect(inputs, mode))
-        elif self.ranks.count > 1 and not self.scorer.check.has_agreed:
-            # The round comes from a checkpoint: this process has scored nothing yet.
-            self.scoring.agree_on(self.buffer.longest())
-        return self.buffer.at(step)
+            (rows,) = inputs
+            return with_totals([self.collect(rows, mode)], self.ranks)
+        batches = []
+        for index, rows in enumerate(inputs):
+            step = self.data_position.micro_steps + index
+            if self.buffer.is_stale(step):
+                self._micro_batch_index = index
+                self.buffer.fill(step, self.collect(rows, mode))
+            elif self.ranks.count > 1 and not self.scorer.check.has_agreed:
+                # The round comes from a checkpoint: this process has scored nothing yet.
+                self.scoring.agree_on(self.buffer.longest().rows)
+            batches.append(self.buffer.at(step, accumulation=len(inputs)))
+        return batches
 
     @torch.no_grad()
-    def collect(self, rows: list[dict[str, Any]], mode: Mode = "train") -> Rollout:
-        """Generate completions for the rows, reward them and give them credit."""
+    def collect(self, rows: list[dict[str, Any]], mode: Mode = "train") -> Batch:
+        """Generate completions for the rows, score them, reward them and give them credit."""
         with self.ranks.fail_together("reading prompts"):
             prompts = self.encode(rows)
         with self.phases.inference("generation", len(rows)):
@@ -249,38 +275,66 @@ class OnlineTrainer(BaseTrainer):
         ids = generations.completion_ids
         completions = generations.messages or self.encode.completions(prompts, ids)
         with self.phases.inference("scoring"):
-            batch = assemble(prompts, generations, mode, self.args, self.ranks)
-            if batch.sampling_logps is not None:
-                batch = batch.replace(sampled_by_policy=self.backend.reports_policy_logps)
-            batch, healthy = self.scoring.score(batch, self.state.global_step)
+            batch = self._rollout_batch(prompts, generations, mode)
+            step, is_finite = self.scoring.annotate(
+                Step(batches=[batch], ranks=self.ranks),
+                self.algorithm.needs,
+                is_policys_own=self.backend.reports_policy_logps,
+                global_step=self.state.global_step,
+            )
         inputs = RewardInputs(rows, completions, ids, self.state)
         with self.phases("rewards"):
             size, report = self.args.group_size_in(mode), self.metrics[mode].value
             table, extras = self.rewards(inputs, size, report)
-        shown = credited(table, generations, self.args, self.ranks)
-        rewards = self.shape_rewards(shown, batch)
-        batch = batch.replace(rewards=self.ranks.local(rewards).to(self.args.device))
-        advantages = self.compute_advantages(rewards, shown, batch)
-        rounds = self.args.batch_plan.micro_steps_per_round if mode == "train" else 1
-        found = Round(
-            step=self.state.global_step,
-            number=self._place_in_step(mode) // rounds,
-            prompts=prompts,
-            completions=completions,
-            generations=generations,
-            table=table,
-            extras=extras,
-            advantages=advantages
-            if advantages.dim() == 1
-            else self.ranks.gather(masked_mean(advantages, batch.loss_mask, dim=1)),
-            token_texts=self.encode.token_texts if self.args.log_token_logps else None,
+        marked = mark_truncated(
+            table, generations.truncated(), self.args.mask_truncated_completions, self.ranks
         )
+        step = self.credit(dataclasses.replace(step, table=marked))
+        self._report(
+            Round(
+                step=self.state.global_step,
+                number=self._place_in_step(mode) // self._micro_steps_per_round(mode),
+                prompts=prompts,
+                completions=completions,
+                generations=generations,
+                table=table,
+                extras=extras,
+                advantages=completion_advantages(step.batch, self.ranks),
+                token_texts=self.encode.token_texts if self.args.log_token_logps else None,
+            ),
+            mode,
+        )
+        return self._ready_for_loss(step.batch, is_finite)
+
+    def _rollout_batch(self, prompts: Prompts, generations: Generations, mode: Mode) -> Batch:
+        batch = rollout_batch(
+            prompts,
+            generations,
+            first_row=self.ranks.rank * len(prompts),
+            group_size=self.args.group_size_in(mode),
+            masks_truncated=self.args.mask_truncated_completions,
+        )
+        keeps_groups = self.algorithm.needs.whole_groups
+        batch = dataclasses.replace(batch, mode=mode, keeps_groups=keeps_groups)
+        return batch.to(self.args.device)
+
+    def _report(self, found: Round, mode: Mode) -> None:
         tokens = self.reports.add(mode, found)
         if mode == "train":
             self.state.num_input_tokens_seen += tokens
             for name, count in self.encode.counts().items():
                 self.metrics[mode].maximum(name, count)
-        return self.finish(batch, advantages, healthy)
+
+    def _ready_for_loss(self, batch: Batch, is_finite: bool) -> Batch:
+        """Drop old log-probabilities on-policy; have updates of unusable scores refused."""
+        if not is_finite:
+            nan = torch.full_like(batch.columns["advantages"], torch.nan)
+            batch = batch.with_columns(advantages=nan)
+        if self.scoring.is_on_policy(batch.mode):
+            batch = batch.without_columns("old_logps")
+        if self.skips_zero_advantages:
+            batch = batch.with_columns(has_gradient=rows_with_gradient(batch))
+        return batch
 
     def metric_names(self) -> frozenset[str]:
         """With those of each reward."""
@@ -290,41 +344,18 @@ class OnlineTrainer(BaseTrainer):
         """Reward functions may."""
         return True
 
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: Rollout,
-        return_outputs: bool = False,
-        num_items_in_batch: Any = None,
-    ) -> Tensor:
-        """Return the loss of one micro-batch of a rollout."""
-        if return_outputs:
-            raise ValueError("return_outputs=True: a rollout has no model outputs to return.")
-        store = self.metrics[inputs.mode]
-        with self.phases("forward"):
-            with_entropy = self.needs_entropy or self.logs_next(inputs.mode)
-            scores = self.scoring.current(model, inputs, store, with_entropy)
-        batch, logps = self.scoring.correct(scores, inputs, self.ratio_level, store)
-        ratio = importance_ratio(logps, batch.old_logps, batch.loss_mask, self.ratio_level)
-        loss = self.policy_loss(scores, ratio, batch)
-        if scores.aux_loss is not None:
-            # It is a mean over what one forward pass routes, not a sum over rows.
-            loss = loss + self.router_coefficient * scores.aux_loss * batch.share_of_micro_batch
-            store.value("aux_loss", scores.aux_loss)
-        return loss
-
-    def clipped_losses(
-        self, ratio: Tensor, batch: Rollout, mask: Tensor, most: float | None = None
-    ) -> Tensor:
-        """Return the clipped surrogate (B, C) or (B, 1), recorded; `most` bounds other ratios."""
-        low, high = self.args.clip_range
-        flags = clip_flags(ratio, batch.advantages, low, high)
-        record_clipping(self.metrics[batch.mode], *flags, mask)
-        return batch.weighted(clipped_surrogate(ratio, batch.advantages, low, high, most))
+    def score(self, model: nn.Module, batch: Batch) -> tuple[Batch, TokenScores]:
+        """Score a chunk with gradient, and correct it for what the engine drew with."""
+        needs, metrics = self.algorithm.needs, self.metrics[batch.mode]
+        with_entropies = self.logs_next(batch.mode)
+        scores = self.scoring.score(model, batch, needs, metrics, with_entropies)
+        return self.correction(scores, batch, needs, metrics), scores
 
     def check_update(self, step: int) -> None:
-        """Compare the log-probabilities of engine and trainer."""
-        self.scoring.check(step)
+        """Compare engine and trainer, and let the algorithm end the round."""
+        self.correction.check(step, self.args.device)
+        if self.algorithm.end_update(self.ranks, self.metrics["train"]):
+            self.buffer.clear()
 
     def generate(self, prompts: Prompts, mode: Mode = "train") -> Generations:
         """Complete every row."""
@@ -343,18 +374,10 @@ class OnlineTrainer(BaseTrainer):
 
     def _place_in_step(self, mode: Mode) -> int:
         """Micro-batches of this update so far, or batches of this evaluation."""
-        return len(self.runner.done) if mode == "train" else self.data_position.eval_batches
+        return self._micro_batch_index if mode == "train" else self.data_position.eval_batches
 
-    def finish(self, batch: Rollout, advantages: Tensor, healthy: bool) -> Rollout:
-        """Drop old log-probabilities on-policy; have updates of an unhealthy round refused."""
-        local = self.ranks.local(advantages) if advantages.dim() == 1 else advantages
-        advantages = local.to(self.args.device)
-        if not healthy:
-            advantages = torch.full_like(advantages, torch.nan)
-        if self.scoring.is_on_policy(batch.mode):
-            batch = batch.replace(old_logps=None)
-        known = rows_with_gradient(batch, advantages) if self.skips_zero_advantages else None
-        return batch.replace(advantages=advantages, has_gradient=known)
+    def _micro_steps_per_round(self, mode: Mode) -> int:
+        return self.args.batch_plan.micro_steps_per_round if mode == "train" else 1
 
     def show(self, mode: Mode) -> None:
         """Show the completions of the latest round, if asked to."""

@@ -21,7 +21,7 @@ from tiny import tiny_model
 from trl.ops.logit_statistics import Support
 from trl.ops.policy_losses import MODES
 from trl.trainer.grpo_trainer import GRPOTrainer
-from trl.trainer.online.scoring import MismatchError
+from trl.trainer.online.correction import MismatchError
 from trl.trainer.rloo_trainer import RLOOTrainer
 
 TWO = ["ab", "cde"]
