@@ -26,14 +26,14 @@ class Table(VLLMBackend):
     def _wake(self, part):
         self.calls.append(part)
 
-    def _send(self, weights):
+    def _send_weights(self, weights):
         self.calls.append("send")
         return self.problem
 
     def _gather_to_engine(self, value):
         return [*self.others, value, *self.others], len(self.others)
 
-    def _run(self, requests, sampling):
+    def _run_requests(self, requests, sampling):
         self.calls.append((requests, sampling))
         ids = [
             [request.token_ids[0], row]

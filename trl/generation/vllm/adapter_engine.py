@@ -214,13 +214,13 @@ class AdapterBackend(VLLMColocateBackend):
                 "option out, or that layer out of the adapter."
             )
 
-    def _send(self, weights: Iterator[tuple[str, Tensor]]) -> str | None:
+    def _send_weights(self, weights: Iterator[tuple[str, Tensor]]) -> str | None:
         base_version = base_weights_version(self.policy.model)
         problem = None
         if not self._ranks.all(self._base_version == base_version):
             self._base_version = None
             with self._adapter_engine.without_wrappers():
-                problem = super()._send(weights)
+                problem = super()._send_weights(weights)
         # Gathers shards, so even a rank with a problem must read all factors.
         all_factors = list(lora_factors(self.policy.model))
         if problem is None:

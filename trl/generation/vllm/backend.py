@@ -95,7 +95,7 @@ class VLLMBackend(GenerationBackend):
                 self._sleep()
 
     @abstractmethod
-    def _send(self, weights: Iterator[tuple[str, Tensor]]) -> str | None:
+    def _send_weights(self, weights: Iterator[tuple[str, Tensor]]) -> str | None:
         """Send and verify weights, and drop cached prompts; return an error text, or None."""
 
     @abstractmethod
@@ -103,7 +103,7 @@ class VLLMBackend(GenerationBackend):
         """Return the values of all ranks that share an engine, and this rank's index in them."""
 
     @abstractmethod
-    def _run(self, requests: list[CompletionRequest], sampling: Sampling) -> Generations:
+    def _run_requests(self, requests: list[CompletionRequest], sampling: Sampling) -> Generations:
         """Complete requests, distributed over the engines in turn.
 
         All ranks that share an engine call this with the same requests.
@@ -125,7 +125,7 @@ class VLLMBackend(GenerationBackend):
         for rank_prefixes, rank_seeds in rows_of_ranks:
             all_prefixes += rank_prefixes
             all_seeds += rank_seeds
-        generations = self._run(make_requests(all_prefixes, all_seeds), sampling)
+        generations = self._run_requests(make_requests(all_prefixes, all_seeds), sampling)
         start = sum(len(rank_seeds) for _, rank_seeds in rows_of_ranks[:rank])
         own = slice(start, start + len(prefixes))
         return Generations(
@@ -144,7 +144,7 @@ class VLLMBackend(GenerationBackend):
         started = time.perf_counter()
         self._synced = None
         with torch.no_grad():
-            problem = self._send(self.weights(self.policy.model))
+            problem = self._send_weights(self.weights(self.policy.model))
             self._raise_on_all_ranks(problem)
         self._synced = (self._step, self._weights_version())
         self._needs_probe = self.probe_syncs > 0 and self._num_syncs % self.probe_syncs == 0
@@ -162,7 +162,7 @@ class VLLMBackend(GenerationBackend):
         )
         prompt = prompts[0]
         max_tokens = min(PROBE_COMPLETION_TOKENS, self.context_length - len(prompt))
-        generations = self._run(
+        generations = self._run_requests(
             [CompletionRequest(prompt, 1, 0)] * self.num_engines,
             Sampling(max_tokens=max_tokens, temperature=self.temperature),
         )
@@ -223,7 +223,7 @@ class VLLMColocateBackend(VLLMBackend):
         if self._engine.sleep():
             self._synced = None
 
-    def _send(self, weights: Iterator[tuple[str, Tensor]]) -> str | None:
+    def _send_weights(self, weights: Iterator[tuple[str, Tensor]]) -> str | None:
         for name, weight in weights:
             self._verifier.load(name, weight.detach().contiguous(), self._engine.load)
         self._engine.reset_prefix_cache()
@@ -240,7 +240,7 @@ class VLLMColocateBackend(VLLMBackend):
         torch.distributed.all_gather_object(values, value, group=group.cpu_group)
         return values, group.rank_in_group
 
-    def _run(self, requests: list[CompletionRequest], sampling: Sampling) -> Generations:
+    def _run_requests(self, requests: list[CompletionRequest], sampling: Sampling) -> Generations:
         # Ranks that share an engine communicate inside, so they cannot be guarded.
         guard = nullcontext() if self._shares_engine else self._ranks.fail_together("generation")
         with guard:

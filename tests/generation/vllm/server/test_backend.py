@@ -213,4 +213,4 @@ def test_all_weights_are_walked_through_though_none_can_be_sent(backend):
 
 def test_the_answer_of_the_server_ends_a_generation(backend):
     with pytest.raises(ServerError, match="While generating, .* status 400: too long"):
-        backend()._run([CompletionRequest([9], 1, 1)], ONE)
+        backend()._run_requests([CompletionRequest([9], 1, 1)], ONE)

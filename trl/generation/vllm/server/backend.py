@@ -243,7 +243,7 @@ class VLLMServerBackend(VLLMBackend):
         super().__init__(policy, context_length, num_engines=num_engines, **options)
         self._pool = pool
 
-    def _send(self, weights: Iterator[tuple[str, Tensor]]) -> str | None:
+    def _send_weights(self, weights: Iterator[tuple[str, Tensor]]) -> str | None:
         """Send all weights. Every rank reads all of them, even after a failure."""
         problem = None
         failure = None
@@ -261,7 +261,7 @@ class VLLMServerBackend(VLLMBackend):
     def _gather_to_engine(self, value: T) -> tuple[list[T], int]:
         return self._ranks.gather_objects(value), self._ranks.rank
 
-    def _run(self, requests: list[CompletionRequest], sampling: Sampling) -> Generations:
+    def _run_requests(self, requests: list[CompletionRequest], sampling: Sampling) -> Generations:
         """Complete requests on rank 0, and return the result on every rank."""
         generations: Any = None
         with self._ranks.fail_together("generation"):
