@@ -158,7 +158,7 @@ class BaseTrainer(StrictKeywordArguments, OverrideCheck, BestMetricCheck, Checkp
             clear_device_cache()
         options: dict[str, Any] = {}
         if self.args.optim in (OptimizerNames.LOMO, OptimizerNames.ADALOMO):
-            options["learning_rate"] = self._get_learning_rate()  # they step in backward
+            options["learning_rate"] = self.lr_scheduler.get_last_lr()[0]  # they step in backward
         if self.is_deepspeed_enabled:
             options["scale_wrt_gas"] = False
         self.accelerator.backward(loss, **options)
