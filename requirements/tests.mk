@@ -9,7 +9,7 @@ LOWEST_PIP := $(LOWEST)/bin/python -m pip install -q --disable-pip-version-check
 LOWEST_TESTS := tests/test_imports.py tests/trainer/base/test_checkpoint.py \
 	tests/trainer/test_rloo_trainer.py tests/trainer/test_grpo_trainer.py \
 	tests/trainer/test_sft_trainer.py tests/generation/transformers/test_shared_decoding.py \
-	tests/test_torch_internals.py tests/models/test_patches.py tests/package/test_private_names.py \
+	tests/ops/test_torch_internals.py tests/models/test_patches.py tests/package/test_private_names.py \
 	tests/ops/test_attention_kernels.py
 
 TORCH ?= $(shell sed -n 's/^torch==//p' requirements/lowest.txt)

@@ -13,8 +13,8 @@ from accelerate.utils import DistributedType, broadcast_object_list, gather_obje
 from torch import Tensor
 from transformers.integrations import deepspeed
 
+from .ops.torch_internals import default_store
 from .timed_calls import FAILURES, Outcome
-from .torch_internals import default_store
 
 # Seconds that a rank waits before it reports the failure of another one. The launcher then sees the
 # rank that failed first.

@@ -12,8 +12,8 @@ from rich.console import Console
 from transformers import TrainerControl, TrainerState
 from transformers.utils import logging
 
+from trl.memory.progress import begin, finish
 from trl.number_format import format_metric
-from trl.progress import begin, finish
 from trl.trainer.progress_callbacks import PlainProgressCallback, RichProgressCallback
 from trl.trainer.rloo_config import RLOOConfig
 

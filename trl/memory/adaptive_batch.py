@@ -9,7 +9,7 @@ import torch
 from transformers.utils import logging
 
 from ..ops.oom import is_out_of_memory
-from ..random_numbers import TorchRngState
+from .random_numbers import TorchRngState
 
 logger = logging.get_logger(__name__)
 

@@ -12,7 +12,7 @@ from transformers.utils import logging
 
 from ..imports import is_available, require
 from ..json_files import JsonLinesFile
-from ..torch_internals import tree_leaves
+from ..ops.torch_internals import tree_leaves
 from .meter import PHASES, PhaseEvent, PhaseMeter, merge_peaks
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ..ops.torch_internals import is_wrapper_subclass
 from ..suggestions import did_you_mean
-from ..torch_internals import is_wrapper_subclass
 
 PHASES = ("generation", "scoring", "rewards", "forward", "backward", "optimizer")
 GB = 1e9

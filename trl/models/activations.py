@@ -15,7 +15,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from ..torch_internals import version_counter
+from ..ops.torch_internals import version_counter
 from .patches import add_checkpoint_options, checkpointed_layers
 from .sharded import is_sharded
 

@@ -19,7 +19,7 @@ from ..ops.linear_logprobs import LogitTransform, Tiling, default_chunk, linear_
 from ..ops.logit_statistics import LogitStatistic
 from ..ops.logprobs import token_scores
 from ..ops.oom import is_out_of_memory
-from ..torch_internals import forward_hooks
+from ..ops.torch_internals import forward_hooks
 from .causality import PROBES, NotCausalError, check_causal
 from .sharded import is_sharded, unwrapped
 from .unwrap import autocast_to, called_inside, capture_hidden, causal_model, evaluating, run_inside

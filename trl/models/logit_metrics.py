@@ -15,7 +15,7 @@ from transformers import EvalPrediction
 from ..batch import Batch
 from ..data.examples import IGNORED
 from ..distributed import Ranks
-from ..torch_internals import tree_map
+from ..ops.torch_internals import tree_map
 from .lm_head import OutputHead
 from .readers import Hidden, Reader
 

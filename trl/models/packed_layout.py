@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..ops.masking import common_prefix_length, length_mask, pad_ragged
-from ..torch_internals import tree_map
+from ..ops.torch_internals import tree_map
 from ..types import Rows
 from .packed_attention import KEYWORD, AttentionLayout
 from .packed_row import Packing, PrefixCache, Tail

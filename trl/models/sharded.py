@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from ..imports import require
-from ..torch_internals import forward_hooks, module_before_compile, reshard_fsdp1
+from ..ops.torch_internals import forward_hooks, module_before_compile, reshard_fsdp1
 
 # A context manager, also usable as a decorator, in which the weights that modules own directly,
 # not those of their children, are gathered.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..ops.in_place import look_up
-from ..torch_internals import tree_map
+from ..ops.torch_internals import tree_map
 from .sharded import gathered, replaced_forward, unwrapped
 
 T = TypeVar("T")

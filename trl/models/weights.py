@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from ..distributed import Ranks
 from ..imports import require
-from ..torch_internals import WRAPPER_ATTRIBUTES, non_persistent_buffers
+from ..ops.torch_internals import WRAPPER_ATTRIBUTES, non_persistent_buffers
 from .sharded import fsdp1_units, gather_fsdp1, gather_of, gather_zero3, unwrapped, whole
 from .unwrap import VALUE_MODEL, causal_model, is_peft_model
 

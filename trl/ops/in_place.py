@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn.functional import embedding
 
-from ..torch_internals import has_gradient_hooks
+from .torch_internals import has_gradient_hooks
 
 
 def adds_in_place(weight: Tensor) -> bool:

@@ -1,7 +1,7 @@
 """Callbacks for any `transformers.Trainer`."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,14 +23,6 @@ from .base.checkpoint import load
 __getattr__ = lazy_exports("trl.trainer")  # the callbacks that are in files of their own
 logger = logging.get_logger(__name__)
 REFERENCE_FILE = "reference.pt"
-
-
-class Events(TrainerCallback):
-    """Calls functions, without arguments, at events of the loop such as `on_step_end`."""
-
-    def __init__(self, **functions: Callable[[], None]):
-        for event, function in functions.items():
-            setattr(self, event, lambda *_, _function=function, **__: _function())
 
 
 @dataclass(eq=False)

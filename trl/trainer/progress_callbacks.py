@@ -10,8 +10,8 @@ from transformers import TrainerCallback, TrainerState
 from transformers.utils import logging
 
 from ..imports import require
+from ..memory.progress import Activity, report_progress_to
 from ..number_format import format_metric, pluralize
-from ..progress import Activity, report_progress_to
 
 # What people look at while a run goes on, in this order, and the metrics that may stand for it.
 SHOWN = {

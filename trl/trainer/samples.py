@@ -16,11 +16,11 @@ from ..generation.base import NAMED_OPTIONS, Sampling, row_seeds
 from ..generation.transformers.backend import TransformersBackend
 from ..imports import require
 from ..json_files import JsonLinesFile
+from ..memory.random_numbers import preserve_rng_state
 from ..models.loading import context_length, stop_token_ids
 from ..models.unwrap import policy_for_inference
 from ..online.prompts import PromptEncoder
 from ..online.reports import log_table
-from ..random_numbers import preserve_rng_state
 from ..transcripts import transcript
 from ..types import Prompts
 from .base.base_trainer import BaseTrainer

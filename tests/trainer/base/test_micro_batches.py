@@ -11,12 +11,12 @@ from tiny import tiny_model, tiny_tokenizer
 from torch import nn
 
 from trl.memory.adaptive_batch import RowTooLargeError
+from trl.memory.phases import Phases
 from trl.models.packed_attention import KEYWORD
 from trl.models.packed_layout import runs_within
 from trl.online.metrics import MetricStore
 from trl.online.rewards import RewardError
 from trl.trainer.base.micro_batches import MicroBatchRunner
-from trl.trainer.base.phases import Phases
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.rloo_trainer import RLOOTrainer
 from trl.types import Rows
@@ -382,8 +382,9 @@ def test_runs_of_rows_hold_at_most_so_many_tokens():
 @pytest.mark.parametrize("count", [1, 2])
 def test_no_rank_goes_back_alone_where_others_wait_for_it(tmp_path, count):
     ranks = SimpleNamespace(count=count, allows_uneven_passes=True, per_row=1)
-    phases = Phases(config(tmp_path), MetricStore())
-    MicroBatchRunner(config(tmp_path), ranks, MetricStore(), tiny_model(), phases)
+    args = config(tmp_path)
+    phases = Phases(args, args.device)
+    MicroBatchRunner(args, ranks, MetricStore(), tiny_model(), phases)
     assert phases.batches["training"].disabled == (count > 1)
     assert phases.adaptive("scoring", alone=True).disabled
     assert not phases.adaptive("rewards").disabled

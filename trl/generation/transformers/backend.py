@@ -19,12 +19,12 @@ from transformers import (
 from transformers.utils import logging
 
 from ...distributed import Ranks
+from ...memory.progress import finish
 from ...models.layout_check import LayoutCheck, Results, disagreement
 from ...models.lm_head import HeadFinder
 from ...models.unwrap import causal_model
 from ...ops.masking import pad_ragged
 from ...ops.matmul_precision import highest_matmul_precision
-from ...progress import finish
 from ...types import Prefix, Prompts
 from ..base import (
     NAMED_OPTIONS,

@@ -14,11 +14,11 @@ from transformers.generation.continuous_batching.cb_logits_processors import (
 )
 
 from ...distributed import Ranks
+from ...memory.progress import finish
+from ...memory.random_numbers import preserve_rng_state
 from ...models.patches import attention_implementation, forward_below_autocast
 from ...models.sharded import replaced_forward
 from ...models.unwrap import causal_model
-from ...progress import finish
-from ...random_numbers import preserve_rng_state
 from ...suggestions import did_you_mean
 from ...types import Prompts
 from ..base import GenerationBackend, Generations, Sampling, generations_from_rows

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, RepetitionPenaltyLogitsProcessor
 
+from ...memory.progress import finish
 from ...models.layout_check import Comparison, Results, coarsest, windows
 from ...models.lm_head import HeadFinder, OutputHead
 from ...models.packed_attention import Decoding
@@ -28,7 +29,6 @@ from ...models.unwrap import autocast_to, causal_model, current_autocast, evalua
 from ...models.weights import working_precision
 from ...ops.linear_logprobs import default_chunk
 from ...ops.masking import pad_ragged
-from ...progress import finish
 from ...types import Prefix, Prompts, Rows
 from ..base import Sampling
 from .sampler import NonFiniteLogitsError, logits_warpers, sample_tokens, uniform_draws

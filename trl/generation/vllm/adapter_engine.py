@@ -20,7 +20,7 @@ from ...imports import require
 from ...models.sharded import gather_of, whole
 from ...models.unwrap import causal_model, is_peft_model
 from ...models.weights import adapted_layers, full_weights
-from ...torch_internals import version_counter
+from ...ops.torch_internals import version_counter
 from ..base import PolicyHandle
 from .backend import VLLMColocateBackend
 from .engine import VLLMEngine

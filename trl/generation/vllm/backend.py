@@ -13,7 +13,7 @@ from transformers.utils import logging
 
 from ...imports import require
 from ...models.weights import full_weights
-from ...torch_internals import version_counter
+from ...ops.torch_internals import version_counter
 from ...types import Prefix, Prompts
 from ..base import GenerationBackend, Generations, PolicyHandle, Sampling
 from .engine import VLLMEngine

@@ -16,8 +16,8 @@ from transformers.utils import logging
 
 from ...distributed import Ranks, without_zero3_init
 from ...imports import major_minor, require
+from ...memory.random_numbers import preserve_rng_state
 from ...ops.matmul_precision import matmul_precision_kept
-from ...random_numbers import preserve_rng_state
 from ..base import Sampling
 from .internals import keep_process_groups, renamed_shared_memory, switch_off_repacking
 from .sampling import CompletionRequest, sampling_arguments

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...torch_internals import TorchDispatchMode
+from ...ops.torch_internals import TorchDispatchMode
 
 CHUNK_WORDS = 2**20  # words of 8 bytes that a fingerprint reads at once; bounds temporary memory
 ODD = 0x9E3779B97F4A7C15 - 2**64  # 2**64 / golden ratio, as a signed number

@@ -1,6 +1,6 @@
 """The training loop of every trainer: what is added to that of `transformers.Trainer`."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
@@ -10,18 +10,19 @@ from typing import Any, ClassVar
 import torch
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
-from transformers import DefaultFlowCallback, TrainerControl
+from transformers import DefaultFlowCallback, TrainerCallback, TrainerControl
 from transformers.training_args import OptimizerNames
 from transformers.utils import logging
 
 from ...algorithms.base import Algorithm, LossTerms, divide
 from ...batch import Batch, Step
+from ...memory.phases import Phases
+from ...memory.random_numbers import preserve_rng_state
 from ...models.reference import FrozenCopy, ReferencePolicy, make_reference
 from ...models.scorer import Scorer
 from ...online.guard import FiniteGuard
-from ...random_numbers import preserve_rng_state
 from ...types import Mode
-from ..callbacks import Events, MovingReference, RunRecord
+from ..callbacks import MovingReference, RunRecord
 from ..model_card import Method
 from ..uncalled import OverrideCheck
 from . import resuming
@@ -30,10 +31,17 @@ from .best_metric import BestMetricCheck
 from .checkpointed_trainer import CheckpointedTrainer
 from .micro_batches import MicroBatchRunner
 from .options import StrictKeywordArguments
-from .phases import Phases
 from .policy import Policy, check_name, load_reference, router_coefficient
 
 logger = logging.get_logger(__name__)
+
+
+class LoopEvents(TrainerCallback):
+    """Calls methods of a trainer, without arguments, at events of the loop."""
+
+    def __init__(self, **methods: Callable[[], None]):
+        for event, method in methods.items():
+            setattr(self, event, lambda *_, _method=method, **__: _method())
 
 
 class BaseTrainer(StrictKeywordArguments, OverrideCheck, BestMetricCheck, CheckpointedTrainer):
@@ -50,13 +58,13 @@ class BaseTrainer(StrictKeywordArguments, OverrideCheck, BestMetricCheck, Checkp
     def __init__(self, policy: Policy, args: BaseConfig, **options: Any):
         super().__init__(policy, args, **options)
         self.guard = FiniteGuard(self.ranks.rank, self.ranks.gather_objects)
-        self.phases = Phases(args, self.metrics["train"])
+        self.phases = Phases(args, args.device)
         self.runner = MicroBatchRunner(
             args, self.ranks, self.metrics["train"], self.model, self.phases
         )
         self.reference: ReferencePolicy | None = None
         self.add_callback(
-            Events(
+            LoopEvents(
                 on_train_begin=self._begin_training,
                 on_epoch_begin=self.begin_epoch,
                 on_pre_optimizer_step=self._check_update,
@@ -243,7 +251,10 @@ class BaseTrainer(StrictKeywordArguments, OverrideCheck, BestMetricCheck, Checkp
 
     def _end_update(self) -> None:
         self.runner.done.clear()
-        self.phases.end_update()
+        seconds, peaks = self.phases.end_update()
+        self.metrics["train"].value("step_time", seconds)
+        for name, value in peaks.items():
+            self.metrics["train"].maximum(name, value)
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Estimate those of the latest micro-batch; see `MicroBatchRunner.run`."""

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from ...distributed import Ranks
 from ...memory.adaptive_batch import free_memory
+from ...memory.phases import Phases
+from ...memory.random_numbers import TorchRngState
 from ...models.packed_layout import runs_within
 from ...models.weights import operations_per_token
 from ...online.metrics import MetricStore
 from ...ops.in_place import several_passes
-from ...random_numbers import TorchRngState
 from .base_config import BaseConfig
-from .phases import Phases
 from .policy import router_coefficient
 
 ForwardBackward = Callable[[Any], Tensor]  # both passes of a chunk: its loss ()

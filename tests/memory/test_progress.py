@@ -1,4 +1,4 @@
-from trl.progress import Activity, begin, finish, report_progress_to
+from trl.memory.progress import Activity, begin, finish, report_progress_to
 
 
 def test_watchers_hear_of_phases_and_rows():

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import torch
 
-from trl.random_numbers import preserve_rng_state
+from trl.memory.random_numbers import preserve_rng_state
 
 
 def draw():

@@ -1,19 +1,20 @@
 """What is measured of the phases of a training step."""
 
-from online_runs import config, make_trainer
+import torch
+from online_runs import make_trainer
 from tiny import tiny_model
 
-from trl.online.metrics import MetricStore
-from trl.trainer.base.phases import Phases
+from trl.memory.options import MemoryOptions
+from trl.memory.phases import Phases
 
 PHASES = ("generation", "scoring", "rewards", "forward", "backward")
 
 
-def test_phases_share_the_switch_of_recovery(tmp_path):
-    phases = Phases(config(tmp_path), MetricStore())
+def test_phases_share_the_switch_of_recovery():
+    phases = Phases(MemoryOptions(), torch.device("cpu"))
     assert phases.adaptive("scoring", alone=True).disabled
     assert not phases.adaptive("rewards").disabled
-    off = Phases(config(tmp_path, recover_from_oom=False), MetricStore())
+    off = Phases(MemoryOptions(recover_from_oom=False), torch.device("cpu"))
     assert off.adaptive("rewards").disabled
 
 

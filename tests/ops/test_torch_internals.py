@@ -10,7 +10,7 @@ from torch.distributed.fsdp import _common_utils, _runtime_utils
 from torch.masked import masked_tensor
 from transformers.modeling_outputs import ModelOutput
 
-from trl.torch_internals import (
+from trl.ops.torch_internals import (
     WRAPPER_ATTRIBUTES,
     TorchDispatchMode,
     default_store,

@@ -6,21 +6,20 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
-from ...memory.adaptive_batch import AdaptiveBatch
-from ...memory.meter import PhaseMeter, release_cached_blocks
-from ...online.metrics import MetricStore
-from ...progress import begin
-from .base_config import BaseConfig
+from .adaptive_batch import AdaptiveBatch
+from .meter import PhaseMeter, release_cached_blocks
+from .options import MemoryOptions
+from .progress import begin
 
 
 class Phases:
-    """Measures the phases of a training step; their peaks of memory go to `store`."""
+    """Measures the phases of training steps, and knows how many rows each works on at once."""
 
-    def __init__(self, args: BaseConfig, store: MetricStore):
-        self.meter = PhaseMeter(args.device, enabled=args.log_memory)
+    def __init__(self, options: MemoryOptions, device: torch.device):
+        self.meter = PhaseMeter(device, enabled=options.log_memory)
         self.batches: dict[str, AdaptiveBatch] = {}  # how many rows each works on at once
-        self._args = args
-        self._store = store
+        self._options = options
+        self._device = device
         self._started = 0.0
 
     def __call__(self, name: str, rows: int = 0) -> AbstractContextManager[None]:
@@ -30,7 +29,8 @@ class Phases:
 
     def adaptive(self, name: str, alone: bool = False) -> AdaptiveBatch:
         """Add a phase whose rows can be cut, unless a process would go back `alone`."""
-        self.batches[name] = AdaptiveBatch(name, disabled=alone or not self._args.recover_from_oom)
+        is_disabled = alone or not self._options.recover_from_oom
+        self.batches[name] = AdaptiveBatch(name, disabled=is_disabled)
         return self.batches[name]
 
     @contextmanager
@@ -38,15 +38,15 @@ class Phases:
         """Measure a phase after which cached blocks may go back to the device."""
         with self(name, rows):
             yield
-        release_cached_blocks(self._args.empty_cache, self._args.device)
+        release_cached_blocks(self._options.empty_cache, self._device)
 
     def begin_update(self) -> None:
         """Start the clock of an update."""
         self._started = time.perf_counter()
 
-    def end_update(self) -> None:
-        """Record the time of an update, and its peaks of memory."""
-        # Devices work behind: looking at the gradient's norm has waited for all of the backward.
-        self._store.value("step_time", time.perf_counter() - self._started)
-        for name, value in self.meter.take().items():
-            self._store.maximum(name, torch.tensor(value))
+    def end_update(self) -> tuple[float, dict[str, float]]:
+        """Return the seconds of an update, and its peaks of memory by metric.
+
+        Devices work behind: looking at the gradient's norm has waited for all of the backward.
+        """
+        return time.perf_counter() - self._started, self.meter.take()
