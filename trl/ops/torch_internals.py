@@ -24,12 +24,14 @@ WRAPPER_ATTRIBUTES = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_or
 
 def is_wrapper_subclass(tensor: Tensor) -> bool:
     """Return whether a tensor wraps other tensors that hold its values, such as a DTensor."""
-    return is_traceable_wrapper_subclass(tensor)
+    result: bool = is_traceable_wrapper_subclass(tensor)
+    return result
 
 
 def version_counter(tensor: Tensor) -> int:
     """Return autograd's count of in-place writes to a tensor."""
-    return tensor._version
+    result: int = tensor._version
+    return result
 
 
 def has_gradient_hooks(tensor: Tensor) -> bool:
@@ -47,7 +49,8 @@ def non_persistent_buffers(module: nn.Module) -> Set[str]:
 
     Comparing with a state dict would work too, but making one gathers sharded weights.
     """
-    return module._non_persistent_buffers_set
+    result: Set[str] = module._non_persistent_buffers_set
+    return result
 
 
 def module_before_compile(module: nn.Module) -> nn.Module | None:
@@ -66,4 +69,4 @@ def reshard_fsdp1(module: nn.Module) -> None:
 
     handle: Any = module._handle
     if handle is not None and handle.uses_sharded_strategy:  # false on one process
-        _reshard(module, handle, True)  # type: ignore[arg-type]
+        _reshard(module, handle, True)
