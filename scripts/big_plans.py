@@ -1,7 +1,7 @@
-"""Memory and time of runs that need 8 and 64 GPUs, predicted: docs/benchmarks/big_plans.md.
+"""Write docs/benchmarks/big_plans.md: predicted memory and time of runs on 8 and 64 GPUs.
 
-The runs are those of examples/cli_configs, and some that differ from them in a few options. All
-figures are those of `trl memory-plan` and scripts/step_time.py; none is measured.
+The runs are those in examples/cli_configs, and variants that differ in a few options. All figures
+come from `trl memory-plan` and scripts/step_time.py. None is measured.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import step_time
 from step_time import MACHINES, StepTime
 
+from trl.cli.argv import to_argv
 from trl.memory.plan import Plan
 from trl.memory.rank_memory import RankMemory
 from trl.memory.settings import RunSettings, Sharding
@@ -23,31 +24,37 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "benchmarks" / "big_plans.md"
 GPU = "h100"
 VLLM = {"use_vllm": "true", "vllm_gpu_memory_utilization": "0.45", "vllm_mode": "colocate"}
-SLEEP = VLLM | {"vllm_enable_sleep_mode": "true"}
-TRANSFORMERS = {"use_vllm": "false", "ds3_gather_for_generation": "true"}
-LAYERS = TRANSFORMERS | {"ds3_gather_for_generation": "false"}
-DIVIDED = {"accelerator_config": '{"gradient_accumulation_kwargs": {"sync_each_batch": true}}'}
-SEVEN, SEVENTY = "rloo_7b_8_gpus", "rloo_70b_64_gpus"
-FAR = "examples/accelerate_configs/fsdp2_8_machines.yaml"
+VLLM_WITH_SLEEP = VLLM | {"vllm_enable_sleep_mode": "true"}
+GATHER_ONCE = {"use_vllm": "false", "ds3_gather_for_generation": "true"}
+GATHER_BY_LAYER = GATHER_ONCE | {"ds3_gather_for_generation": "false"}
+SYNC_EACH_BATCH = {
+    "accelerator_config": '{"gradient_accumulation_kwargs": {"sync_each_batch": true}}'
+}
+CONFIG_7B = "rloo_7b_8_gpus"
+CONFIG_70B = "rloo_70b_64_gpus"
+FSDP2_ON_8_MACHINES = {"accelerate_config": "examples/accelerate_configs/fsdp2_8_machines.yaml"}
 
-# title, options that differ from those of the file
+# For each configuration, titles of runs with the options that differ from the file.
 RUNS: dict[str, list[tuple[str, dict[str, str]]]] = {
-    SEVEN: [
+    CONFIG_7B: [
         ("as configured: ZeRO-3, weights gathered once per round", {}),
-        ("the same, one layer at a time", LAYERS),
+        ("the same, one layer at a time", GATHER_BY_LAYER),
         ("ZeRO-2", {"accelerate_config": "zero2"}),
         ("FSDP2", {"accelerate_config": "fsdp2"}),
         ("ZeRO-3, states on the host", {"offload_optimizer_device": "cpu"}),
         ("LoRA, ZeRO-3", {"use_peft": "true"}),
         ("ZeRO-3, vLLM on the same GPUs", VLLM),
-        ("ZeRO-3, vLLM with sleep mode", SLEEP),
+        ("ZeRO-3, vLLM with sleep mode", VLLM_WITH_SLEEP),
     ],
-    SEVENTY: [
+    CONFIG_70B: [
         ("as configured: ZeRO-3, vLLM with sleep mode, over 8 GPUs", {}),
-        ("FSDP2, the same vLLM", {"accelerate_config": FAR}),
-        ("FSDP2, gradients sharded after each micro-batch", {"accelerate_config": FAR} | DIVIDED),
-        ("ZeRO-3, weights gathered once per round", TRANSFORMERS),
-        ("ZeRO-3, one layer at a time", LAYERS),
+        ("FSDP2, the same vLLM", FSDP2_ON_8_MACHINES),
+        (
+            "FSDP2, gradients sharded after each micro-batch",
+            FSDP2_ON_8_MACHINES | SYNC_EACH_BATCH,
+        ),
+        ("ZeRO-3, weights gathered once per round", GATHER_ONCE),
+        ("ZeRO-3, one layer at a time", GATHER_BY_LAYER),
         ("LoRA, ZeRO-3, the same vLLM", {"use_peft": "true"}),
     ],
 }
@@ -68,91 +75,114 @@ of weights, gradients and states under each engine are within 2 % of the predict
 """
 
 
-def planned(config: str, changes: dict[str, str]) -> tuple[Plan, StepTime]:
-    """The plan of a run of examples/cli_configs with a few other options, and its time."""
-    words = ["--config", f"examples/cli_configs/{config}.yaml"]
-    words += [word for name, value in changes.items() for word in (f"--{name}", value)]
-    return step_time.planned(words, MACHINES[GPU])
+def plan_run(config: str, changes: dict[str, str]) -> tuple[Plan, StepTime]:
+    """Return the plan and the time of a run in examples/cli_configs with some other options."""
+    argv = ["--config", f"examples/cli_configs/{config}.yaml", *to_argv(changes)]
+    return step_time.plan_run(argv, MACHINES[GPU])
 
 
 def markdown(rows: list[list[str]]) -> str:
-    """A table; all columns but the first are aligned to the right."""
+    """Format a table; all columns but the first are aligned to the right."""
     lines = [rows[0], ["---"] + ["---:"] * (len(rows[0]) - 1), *rows[1:]]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def run_table(config: str) -> str:
-    """Bytes and seconds of each phase, a line for each run."""
-    heads = ["generation", "forward + backward", "optimizer"]
-    rows = [["run", *heads, "fits"]]
-    rows[0] += ["generation, s", "forward + backward, s", "update, s", "all, s"]
+    """Make a table of the bytes and seconds of each phase, with a row for each run."""
+    phases = ["generation", "forward + backward", "optimizer"]
+    header = [
+        "run",
+        *phases,
+        "fits",
+        "generation, s",
+        "forward + backward, s",
+        "update, s",
+        "all, s",
+    ]
+    rows = [header]
     for title, changes in RUNS[config]:
-        found, time = planned(config, changes)
-        rows.append([title, *_bytes(found, heads), *_seconds(time)])
+        plan, time = plan_run(config, changes)
+        peaks = [format_bytes(plan.estimate.phases[phase].total) for phase in phases]
+        fits = "yes" if plan.fits() else "no"
+        rows.append([title, *peaks, fits, *_seconds(time)])
     return markdown(rows)
-
-
-def _bytes(plan: Plan, phases: list[str]) -> list[str]:
-    totals = [format_bytes(plan.estimate.phases[name].total) for name in phases]
-    return [*totals, "yes" if plan.fits() else "no"]
 
 
 def _seconds(time: StepTime) -> list[str]:
+    """Return the seconds of generation, training, the update and their sum."""
     phases = time.phases
     generation = phases["prefill"].total + phases["decoding"].total
-    rest = [phases[name].total for name in ("forward + backward", "optimizer")]
-    return [f"{value:.3g}" for value in (generation, *rest, time.total)]
+    training = phases["forward + backward"].total
+    update = phases["optimizer"].total
+    return [f"{value:.3g}" for value in (generation, training, update, time.total)]
 
 
 def engine_table() -> str:
-    """Who keeps what: bytes on each of 8 ranks, in half precision, for the model of 7 billion."""
-    model = planned(SEVEN, {})[0].model
-    rows = [["each of 8 ranks", "weights", "gradients at the update", "between micro-batches"]]
-    rows[0] += ["optimizer", "gathered in training", "gathered to generate", "layer by layer"]
+    """Make a table of what each of 8 ranks holds of a 7B model in half precision, by engine."""
+    plan, _ = plan_run(CONFIG_7B, {})
+    header = [
+        "each of 8 ranks",
+        "weights",
+        "gradients at the update",
+        "between micro-batches",
+        "optimizer",
+        "gathered in training",
+        "gathered to generate",
+        "layer by layer",
+    ]
+    rows = [header]
     for name, sharding in ENGINES.items():
-        run = _run(sharding)
-        rank = RankMemory(model, run)
-        parts: list[float] = [rank.weights, rank.gradients, rank.waiting, rank.optimizer]
-        parts += [rank.training, rank.whole, rank.layerwise]
-        rows.append([name, *map(format_bytes, parts)])
+        rank = RankMemory(plan.model, _run_settings(sharding))
+        byte_counts: list[float] = [
+            rank.weights,
+            rank.gradients,
+            rank.waiting,
+            rank.optimizer,
+            rank.training,
+            rank.whole,
+            rank.layerwise,
+        ]
+        rows.append([name, *map(format_bytes, byte_counts)])
     return markdown(rows)
 
 
-def _run(sharding: Sharding) -> RunSettings:
-    """Micro-batches that are accumulated under bf16; DDP has float32 weights then."""
-    half: dict[str, Any] = {"weight_bytes": 2, "product_bytes": 2, "loaded_bytes": 4}
-    precision = half if sharding.stage else {"product_bytes": 2}
+def _run_settings(sharding: Sharding) -> RunSettings:
+    """Return a run with bf16 and two micro-batches per update. Under DDP, weights are float32."""
+    precision: dict[str, Any] = {"product_bytes": 2}
+    if sharding.stage:
+        precision |= {"weight_bytes": 2, "loaded_bytes": 4}
     return RunSettings(8, 512, 1024, 8, accumulation=2, processes=8, sharding=sharding, **precision)
 
 
-def full(config: str) -> str:
-    """The plan as the command prints it."""
+def command_output(config: str) -> str:
+    """Return the command that plans a run, with its output."""
     command = f"python scripts/step_time.py --gpu {GPU} --config examples/cli_configs/{config}.yaml"
-    return f"```text\n$ {command}\n{step_time.text(*planned(config, {}))}\n```"
+    plan, time = plan_run(config, {})
+    return f"```text\n$ {command}\n{step_time.as_text(plan, time)}\n```"
 
 
 def page() -> str:
-    """The page of the documentation."""
-    parts = [
+    """Make the page of the documentation."""
+    sections = [
         INTRODUCTION,
         "## 7 billion parameters on 8 GPUs of 80 GB\n",
-        run_table(SEVEN) + "\n",
-        full(SEVEN) + "\n",
+        run_table(CONFIG_7B) + "\n",
+        command_output(CONFIG_7B) + "\n",
         "## 70 billion parameters on 8 machines of 8 GPUs of 80 GB\n",
-        run_table(SEVENTY) + "\n",
-        full(SEVENTY) + "\n",
+        run_table(CONFIG_70B) + "\n",
+        command_output(CONFIG_70B) + "\n",
         "## What each engine keeps where\n",
         "The model of 7 billion parameters with `bf16`, AdamW, several micro-batches per update.\n",
         engine_table() + "\n",
     ]
-    return "\n".join(parts)
+    return "\n".join(sections)
 
 
-def main(words: list[str] | None = None) -> int:
-    """Write the page, or compare it."""
+def main(argv: list[str] | None = None) -> int:
+    """Write the page, or compare it with the plans; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="fail if the page is out of date")
-    if not parser.parse_args(words).check:
+    if not parser.parse_args(argv).check:
         PAGE.write_text(page(), encoding="utf-8")
         return 0
     if PAGE.exists() and PAGE.read_text(encoding="utf-8") == page():

@@ -1,17 +1,17 @@
-"""How long a training step should take, from floating-point operations and bytes moved.
+"""Predict how long a training step takes, from floating-point operations and bytes moved.
 
     python scripts/step_time.py --gpu h100 --config examples/cli_configs/rloo_7b_8_gpus.yaml
 
-takes the options of `trl memory-plan` behind its own and prints that plan with the seconds of each
-phase. It is meant for comparing settings, and for planning a run before the machines are there.
-What no term covers (launches of small kernels, reward functions, waiting for the longest completion
-of other ranks) makes a real step longer. Sources:
+takes the options of `trl memory-plan` after its own, and prints that plan with the seconds of each
+phase. It is meant for comparing settings, and for planning a run before the machines are available.
+A real step takes longer, because launches of small kernels, reward functions and waiting for the
+longest completion of other ranks are not counted. Sources:
 
-- operations: Kaplan et al., "Scaling Laws for Neural Language Models", 2020, section 2.1 (2 N a
+- operations: Kaplan et al., "Scaling Laws for Neural Language Models", 2020, section 2.1 (2 N per
   token forward, 4 N backward), and Chowdhery et al., "PaLM", 2022, appendix B (attention);
 - bytes of ZeRO: Rajbhandari et al., "ZeRO", 2020, section 7 (a ring moves (R-1)/R of the data);
 - decoding: Pope et al., "Efficiently Scaling Transformer Inference", 2022, section 2 (weights and
-  cache are read once a token).
+  cache are read once per token).
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 from trl.cli.launch import launch_options, split_arguments
 from trl.cli.memory_plan import make_parser, plan_of
@@ -32,57 +31,45 @@ from trl.memory.settings import RunSettings
 
 @dataclass(frozen=True)
 class Machine:
-    """What a GPU and its surroundings can do; bandwidths are bytes a second in one direction.
+    """The performance of a GPU and its connections. Bandwidths are bytes per second, one-way."""
 
-    Args:
-        flops (`float`): dense bfloat16 operations a second, at most.
-        mfu (`float`): the share of them that training and prefilling reach.
-        hbm (`float`): bandwidth of the GPU's memory.
-        hbm_share (`float`): the share of it that decoding and updates reach.
-        link (`float`): bandwidth to GPUs of the same machine.
-        network (`float`): bandwidth of one GPU to other machines.
-        link_share (`float`): the share of both that collectives reach.
-        host (`float`): bandwidth to the memory of the host, and of an update there.
-        gpus (`int`): of one machine.
-    """
+    flops: float  # peak dense bfloat16 operations per second
+    hbm: float  # bandwidth of the GPU's memory
+    link: float  # bandwidth to GPUs of the same machine
+    network: float  # bandwidth of a GPU to other machines
+    mfu: float = 0.4  # share of `flops` that training and prefill reach
+    hbm_share: float = 0.6  # share of `hbm` that decoding and updates reach
+    link_share: float = 0.7  # share of `link` and `network` that collectives reach
+    host: float = 25e9  # bandwidth to the host's memory, and of an update there
+    gpus: int = 8  # GPUs per machine
 
-    flops: float
-    hbm: float
-    link: float
-    network: float
-    mfu: float = 0.4
-    hbm_share: float = 0.6
-    link_share: float = 0.7
-    host: float = 25e9
-    gpus: int = 8
-
-    def replace(self, **changes: Any) -> Machine:
-        """Return a copy with figures changed.
+    def replace(self, **changes: float) -> Machine:
+        """Return a copy with other figures.
 
         Raises:
-            ValueError: for a figure of another name, or one that is not above 0.
+            ValueError: a figure is unknown, or is not above 0.
         """
-        known = {field.name for field in fields(self)}
+        names = {field.name for field in fields(self)}
         for name, value in changes.items():
-            if name not in known:
-                raise ValueError(f"hardware: {name} is none of {', '.join(sorted(known))}.")
+            if name not in names:
+                raise ValueError(f"hardware: {name} is none of {', '.join(sorted(names))}.")
             if not value > 0:
                 raise ValueError(f"hardware: {name}={value} must be above 0.")
-        return replace(self, **changes)
+        return replace(self, **changes)  # type: ignore[arg-type]
 
-    def ring(self, count: float, ranks: int, across: bool = False) -> float:
-        """Seconds in which `count` bytes are gathered from, or reduced and scattered to, ranks.
+    def ring(self, byte_count: float, ranks: int, across: bool = False) -> float:
+        """Return the seconds of a ring all-gather or reduce-scatter.
 
         Args:
-            count (`float`): bytes of all ranks together.
-            ranks (`int`): in the ring.
-            across (`bool`): each is on another machine.
+            byte_count: bytes of all ranks together.
+            ranks: number of ranks in the ring.
+            across: whether each rank is on another machine.
         """
         slowest = self.network if across or ranks > self.gpus else self.link
-        return count * (ranks - 1) / ranks / (slowest * self.link_share)
+        return byte_count * (ranks - 1) / ranks / (slowest * self.link_share)
 
 
-# NVIDIA's data sheets; NVLink in one direction; 200 and 400 Gb/s of InfiniBand for each GPU.
+# From NVIDIA's data sheets: NVLink in one direction, and 200 or 400 Gb/s of InfiniBand per GPU.
 MACHINES = {
     "a100": Machine(flops=312e12, hbm=2.039e12, link=300e9, network=25e9),
     "h100": Machine(flops=989e12, hbm=3.35e12, link=450e9, network=50e9),
@@ -92,50 +79,38 @@ MACHINES = {
 
 @dataclass(frozen=True)
 class Seconds:
-    """A phase of a step.
+    """The seconds of a phase of a step."""
 
-    Args:
-        compute (`float`): operations.
-        memory (`float`): reading and writing the GPU's memory, or the host's.
-        communication (`float`): between GPUs.
-        overlaps (`bool`): communication goes on during the other two.
-    """
-
-    compute: float = 0.0
-    memory: float = 0.0
-    communication: float = 0.0
-    overlaps: bool = False
+    compute: float = 0.0  # operations
+    memory: float = 0.0  # reads and writes of the GPU's memory, or the host's
+    communication: float = 0.0  # between GPUs
+    overlaps: bool = False  # whether communication overlaps with the other two
 
     @property
     def total(self) -> float:
-        """Seconds of the phase: operations hide the reads that feed them, or the reverse."""
+        """Seconds of the phase. Operations and memory accesses always overlap."""
         busy = max(self.compute, self.memory)
         return max(busy, self.communication) if self.overlaps else busy + self.communication
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Time of one update.
-
-    Args:
-        model (`ModelSize`): what is trained.
-        run (`RunSettings`): how.
-        machine (`Machine`): on what.
-        parallel (`int`): GPUs over which a generation engine divides the weights.
-    """
+    """The time of one optimizer update."""
 
     model: ModelSize
     run: RunSettings
     machine: Machine
-    parallel: int = 1
+    parallel: int = 1  # GPUs across which a generation engine shards the weights
 
     @property
     def phases(self) -> dict[str, Seconds]:
         """Seconds of each phase of one update."""
-        found = {"prefill": self.prefill(), "decoding": self.decoding()}
+        phases = {"prefill": self.prefill(), "decoding": self.decoding()}
         if self.run.reference or self.run.scores_policy:
-            found["scoring"] = self.scoring()
-        return found | {"forward + backward": self.training(), "optimizer": self.update()}
+            phases["scoring"] = self.scoring()
+        phases["forward + backward"] = self.training()
+        phases["optimizer"] = self.update()
+        return phases
 
     @property
     def total(self) -> float:
@@ -146,140 +121,155 @@ class StepTime:
 
     @property
     def rounds(self) -> float:
-        """Rounds that are generated for one update."""
+        """Rollout batches generated per update."""
         return self.run.accumulation / (self.run.slices * self.run.passes)
 
     @property
     def _tokens(self) -> int:
-        """Tokens of the forward of one micro-batch."""
+        """Tokens in the forward of a micro-batch."""
         return sum(self.run.forward_passes(cuts=False))
 
     def _operations(self, tokens: float) -> float:
-        """Of one forward: 2 for each weight a token meets, 4 for each pair that attends."""
-        model, run = self.model, self.run
-        met = model.parameters - (0 if model.tied else model.head)  # looking a token up is free
-        seen = run.prompt + run.completion / 2
-        return tokens * (2 * met + 4 * model.queries * model.layers * seen)
+        """Return the operations of a forward of `tokens` tokens.
 
-    def _compute(self, operations: float) -> float:
+        A token takes 2 operations per weight, and 4 per attended position and query channel.
+        """
+        model = self.model
+        # Embedding lookups are free.
+        weights = model.parameters if model.tied else model.parameters - model.head
+        attended_positions = self.run.prompt + self.run.completion / 2
+        attention = 4 * model.queries * model.layers * attended_positions
+        return tokens * (2 * weights + attention)
+
+    def _compute_seconds(self, operations: float) -> float:
         return operations / (self.machine.flops * self.machine.mfu)
 
-    def _read(self, count: float) -> float:
-        return count / (self.machine.hbm * self.machine.hbm_share)
+    def _memory_seconds(self, byte_count: float) -> float:
+        return byte_count / (self.machine.hbm * self.machine.hbm_share)
 
     @property
-    def _whole(self) -> float:
-        """Seconds in which all weights are gathered from their shards."""
+    def _gather_seconds(self) -> float:
+        """Seconds to gather all weights from their shards; 0 if they are not sharded."""
         run = self.run
-        each = run.weight_bytes if run.matrix_bytes is None else run.matrix_bytes
-        count = each * self.model.parameters
         if not run.sharding.divides_weights:
             return 0.0
-        return self.machine.ring(count, run.sharding.ranks)
+        bytes_per_weight = run.weight_bytes if run.matrix_bytes is None else run.matrix_bytes
+        return self.machine.ring(bytes_per_weight * self.model.parameters, run.sharding.ranks)
 
     # --- Phases ---
 
     def prefill(self) -> Seconds:
-        """The prompts of a round, all their tokens at once; weights from shards are gathered."""
+        """Return the time of the prompts' forward, with sharded weights gathered once."""
         rows, prompts = self._in_flight
         tokens = self.run.rows / rows * prompts * self.run.prompt
         return Seconds(
-            compute=self.rounds * self._compute(self._operations(tokens)),
-            communication=self.rounds * self._whole,
+            compute=self.rounds * self._compute_seconds(self._operations(tokens)),
+            communication=self.rounds * self._gather_seconds,
         )
 
     def decoding(self) -> Seconds:
-        """One token of every row at a time, each as long as reading weights and cache takes."""
+        """Return the time of decoding. Each token reads all weights and the KV cache."""
         run = self.run
         rows, prompts = self._in_flight
         steps = self.rounds * -(-run.rows // rows) * run.completion
-        token = Estimate(self.model, run).layer.cache * self.model.layers
-        cache = token * (prompts * run.prompt + rows * run.completion / 2)
+        cache_per_token = Estimate(self.model, run).layer.cache * self.model.layers
+        cache = cache_per_token * (prompts * run.prompt + rows * run.completion / 2)
         weights = run.product_bytes * self.model.parameters / self.parallel
-        # From shards that are gathered layer by layer, every token moves all weights.
-        layerwise = not (run.gathers or self._is_engine)
+        # If shards are gathered layer by layer, every token communicates all weights.
+        gathers_each_step = not (run.gathers or self._uses_engine)
         return Seconds(
-            compute=self._compute(steps * self._operations(rows)),
-            memory=steps * self._read(weights + cache),
-            communication=steps * self._whole if layerwise else 0.0,
+            compute=self._compute_seconds(steps * self._operations(rows)),
+            memory=steps * self._memory_seconds(weights + cache),
+            communication=steps * self._gather_seconds if gathers_each_step else 0.0,
         )
 
     @property
     def _in_flight(self) -> tuple[int, int]:
-        """Rows that decode together, and prompts that they read; an engine takes all."""
+        """Rows that decode together, and their prompts. An engine decodes all rows together."""
         run = self.run
-        if self._is_engine:
+        if self._uses_engine:
             return run.rows, run.groups(run.rows)
         return Estimate(self.model, run).in_flight()
 
     @property
-    def _is_engine(self) -> bool:
+    def _uses_engine(self) -> bool:
         return self.run.engine_bytes is not None
 
     def scoring(self) -> Seconds:
-        """Forwards of the policy and of the reference over each round."""
-        forwards = self.run.reference + self.run.scores_policy
-        count = forwards * self.run.slices * self.rounds
+        """Return the time of forwards without gradient, of the policy and the reference."""
+        models = int(self.run.reference) + int(self.run.scores_policy)
+        forwards = models * self.run.slices * self.rounds
         return Seconds(
-            compute=count * self._compute(self._operations(self._tokens)),
-            communication=count * self._whole,
+            compute=forwards * self._compute_seconds(self._operations(self._tokens)),
+            communication=forwards * self._gather_seconds,
             overlaps=True,
         )
 
     def training(self) -> Seconds:
-        """Forward, backward (twice that), and with checkpointing the forward again."""
+        """Return the time of the forwards and backwards of an update."""
         run = self.run
-        # The gradients of frozen weights are not computed: a third of forward and backward.
-        times = (2 if self.model.frozen else 3) + run.gradient_checkpointing
-        operations = run.accumulation * times * self._operations(self._tokens)
+        # In units of a forward, the backward takes 2: gradients of activations and of weights. The
+        # latter are not computed for frozen weights. Gradient checkpointing repeats the forward.
+        forward_units = 2 if self.model.frozen else 3
+        if run.gradient_checkpointing:
+            forward_units += 1
+        operations = run.accumulation * forward_units * self._operations(self._tokens)
+        # Weights are gathered for the forward, and again for the backward unless they are kept.
+        gathers = run.accumulation * (1 if run.sharding.keeps_weights else 2)
         return Seconds(
-            compute=self._compute(operations),
-            communication=run.accumulation * self._gathers * self._whole + self._reducing,
+            compute=self._compute_seconds(operations),
+            communication=gathers * self._gather_seconds + self._reduce_seconds,
             overlaps=True,
         )
 
     @property
-    def _gathers(self) -> int:
-        """For the forward, and again for the backward pass unless the weights stay."""
-        return 1 if self.run.sharding.keeps_weights else 2
-
-    @property
-    def _reducing(self) -> float:
-        """Seconds in which the gradients of an update are summed over the ranks."""
-        run, sharding = self.run, self.run.sharding
-        count = RankMemory(self.model, run).trained * self.model.trainable
+    def _reduce_seconds(self) -> float:
+        """Seconds to sum the gradients of an update over the ranks."""
+        run = self.run
+        sharding = run.sharding
+        gradient_bytes = RankMemory(self.model, run).trained * self.model.trainable
         if not sharding.stage:
-            return 2 * self.machine.ring(count, run.processes)  # reduced, then gathered
-        each_time = sharding.syncs and sharding.stage > 1
-        return (run.accumulation if each_time else 1) * self._divided(count)
+            return 2 * self.machine.ring(gradient_bytes, run.processes)  # reduce-scatter, gather
+        syncs_each_batch = sharding.syncs and sharding.stage > 1
+        reductions = run.accumulation if syncs_each_batch else 1
+        return reductions * self._reduce_scatter_seconds(gradient_bytes)
 
-    def _divided(self, count: float) -> float:
-        """Reduced among the ranks of a copy, then each share among the copies."""
+    def _reduce_scatter_seconds(self, byte_count: float) -> float:
+        """Return the seconds to reduce within each replica, then each shard across replicas."""
         ranks = self.run.sharding.ranks
-        copies = self.run.processes // ranks
-        among = self.machine.ring(count / ranks, copies, across=True)
-        return self.machine.ring(count, ranks) + 2 * among
+        replicas = self.run.processes // ranks
+        across_replicas = self.machine.ring(byte_count / ranks, replicas, across=True)
+        return self.machine.ring(byte_count, ranks) + 2 * across_replicas
 
     def update(self) -> Seconds:
-        """States, weights and gradients are read and written once; ZeRO-1 and 2 then gather."""
-        run, sharding = self.run, self.run.sharding
-        rank = RankMemory(self.model, run)
-        share = sharding.fraction(1) * self.model.trainable
-        moved = 2 * rank.optimizer + (FLOAT32 + run.weight_bytes) * share
-        seconds = moved / self.machine.host if sharding.offloads_optimizer else self._read(moved)
-        gathers = sharding.is_zero and 0 < sharding.stage < 3
-        weights = run.weight_bytes * self.model.trainable
-        ring = self.machine.ring(weights, sharding.ranks) if gathers else 0.0
-        return Seconds(memory=seconds, communication=ring)
+        """Return the time of the optimizer step.
+
+        States, weights and gradients are read and written once. ZeRO-1 and ZeRO-2 then gather the
+        weights.
+        """
+        run = self.run
+        sharding = run.sharding
+        own_weights = sharding.fraction(1) * self.model.trainable
+        state_bytes = RankMemory(self.model, run).optimizer
+        byte_count = 2 * state_bytes + (FLOAT32 + run.weight_bytes) * own_weights
+        if sharding.offloads_optimizer:
+            memory_seconds = byte_count / self.machine.host
+        else:
+            memory_seconds = self._memory_seconds(byte_count)
+        gather_seconds = 0.0
+        if sharding.is_zero and 0 < sharding.stage < 3:
+            weight_bytes = run.weight_bytes * self.model.trainable
+            gather_seconds = self.machine.ring(weight_bytes, sharding.ranks)
+        return Seconds(memory=memory_seconds, communication=gather_seconds)
 
 
 def render_time(step: StepTime) -> str:
-    """Write the times as a table of plain text, with what was assumed."""
+    """Render the times as a text table, with the assumptions."""
     rows = [["predicted seconds of", "compute", "memory", "communication", "total"]]
     for name, phase in step.phases.items():
-        parts = (phase.compute, phase.memory, phase.communication, phase.total)
-        rows.append([name, *map(_seconds, parts)])
-    rows.append(["an update", "", "", "", _seconds(step.total)])
+        seconds = (phase.compute, phase.memory, phase.communication, phase.total)
+        rows.append([name, *map(_format_seconds, seconds)])
+    rows.append(["an update", "", "", "", _format_seconds(step.total)])
     machine = step.machine
     return (
         f"{table(rows)}\n"
@@ -290,42 +280,45 @@ def render_time(step: StepTime) -> str:
     )
 
 
-def _seconds(value: float) -> str:
+def _format_seconds(value: float) -> str:
     return f"{value:.3g}" if value else "0"
 
 
-def planned(words: list[str], machine: Machine) -> tuple[Plan, StepTime]:
-    """The plan of a run, and the time of its steps.
+def plan_run(argv: list[str], machine: Machine) -> tuple[Plan, StepTime]:
+    """Return the memory plan of a run, and the time of its steps.
 
     Args:
-        words: options of `trl memory-plan`.
-        machine (`Machine`): what it runs on; the number of its GPUs follows from the options.
+        argv: options of `trl memory-plan`.
+        machine: its number of GPUs is replaced by the one in the options.
     """
-    method = argparse.ArgumentParser(add_help=False)
-    method.add_argument("--method", default="rloo")
-    parser = make_parser(method.parse_known_args(words)[0].method)
-    arguments = split_arguments(parser, words)
+    method_parser = argparse.ArgumentParser(add_help=False)
+    method_parser.add_argument("--method", default="rloo")
+    parser = make_parser(method_parser.parse_known_args(argv)[0].method)
+    arguments = split_arguments(parser, argv)
     values = parser.read(arguments.script_argv).values
-    launched = launch_options(arguments.launcher_argv)
-    found = plan_of(parser, values, launched)
-    machine = machine.replace(gpus=max(1, launched["num_processes"] // launched["num_machines"]))
-    is_divided = str(values.get("use_vllm", False)).lower() == "true"
-    parallel = int(values.get("vllm_tensor_parallel_size", 1)) if is_divided else 1
-    return found, StepTime(found.model, found.run, machine, parallel)
+    launcher_options = launch_options(arguments.launcher_argv)
+    plan = plan_of(parser, values, launcher_options)
+    gpus = launcher_options["num_processes"] // launcher_options["num_machines"]
+    machine = machine.replace(gpus=max(1, gpus))
+    uses_vllm = str(values.get("use_vllm", False)).lower() == "true"
+    parallel = int(values.get("vllm_tensor_parallel_size", 1)) if uses_vllm else 1
+    return plan, StepTime(plan.model, plan.run, machine, parallel)
 
 
-def text(found: Plan, step: StepTime) -> str:
-    """What the command prints."""
-    return f"{render(found)}\n\n{render_time(step)}"
+def as_text(plan: Plan, step: StepTime) -> str:
+    """Render the plan and the time of a run, as the command prints them."""
+    return f"{render(plan)}\n\n{render_time(step)}"
 
 
-def main(words: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> None:
     """Print the plan and the time of a run."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--gpu", choices=tuple(MACHINES), required=True)
     parser.add_argument("--hardware", type=json.loads, default={}, help="other figures (JSON)")
-    own, rest = parser.parse_known_args(words)
-    print(text(*planned(rest, MACHINES[own.gpu].replace(**own.hardware))))
+    options, plan_argv = parser.parse_known_args(argv)
+    machine = MACHINES[options.gpu].replace(**options.hardware)
+    plan, step = plan_run(plan_argv, machine)
+    print(as_text(plan, step))
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ def peak_against_count(
     path: Path,
     shapes: Sequence[tuple[int, int]] = SHAPES,
 ) -> None:
-    """Peak against the number of completions, both axes logarithmic, one panel a shape."""
+    """Draw the peak against the number of completions, on logarithmic axes, a panel per shape."""
     _finish(peak_figure(rows, titles, counts, shapes), path)
 
 
@@ -51,7 +51,7 @@ def peak_figure(
     counts: Sequence[int],
     shapes: Sequence[tuple[int, int]] = SHAPES,
 ) -> Any:
-    """The figure: each setting has a colour of its own, and its name at the end of its line."""
+    """Draw a line in its own color for each setting, with the setting's name at its end."""
     colors = dict(zip(titles, LINES[: len(titles)], strict=True))
     width = min(2, len(shapes))
     height = -(-len(shapes) // width)
@@ -79,21 +79,21 @@ def peak_figure(
 
 
 def _name_lines(axis: Any, ends: dict[str, tuple[float, float, str]]) -> None:
-    """Write names beside a panel, in the order in which lines end, each with a line to its end."""
+    """Write the names of lines beside a panel, ordered and connected to where the lines end."""
     low, high = np.log10(axis.get_ylim())
-    places = {title: (np.log10(y) - low) / (high - low) for title, (_, y, _) in ends.items()}
-    upwards, lowest, highest = sorted(places, key=lambda title: places[title]), 0.0, 1.0
+    positions = {title: (np.log10(y) - low) / (high - low) for title, (_, y, _) in ends.items()}
+    upwards, lowest, highest = sorted(positions, key=lambda title: positions[title]), 0.0, 1.0
     for title in upwards:  # apart from each other,
-        places[title] = max(places[title], lowest)
-        lowest = places[title] + GAP
+        positions[title] = max(positions[title], lowest)
+        lowest = positions[title] + GAP
     for title in reversed(upwards):  # and below the top
-        places[title] = min(places[title], highest)
-        highest = places[title] - GAP
+        positions[title] = min(positions[title], highest)
+        highest = positions[title] - GAP
     for title, (x, y, color) in ends.items():
         axis.annotate(
             title,
             (x, y),
-            (1.03, places[title]),
+            (1.03, positions[title]),
             textcoords="axes fraction",
             color=color,
             fontsize=8,
@@ -110,7 +110,7 @@ def _name_lines(axis: Any, ends: dict[str, tuple[float, float, str]]) -> None:
 
 
 def memory_over_time(rows: Rows, titles: dict[str, str], path: Path, **work: int) -> None:
-    """Bytes held while two optimizer steps run, coloured by phase, one panel a setting."""
+    """Draw bytes held during two optimizer steps, colored by phase, with a panel per setting."""
     runs = {title: rows.run(name, **work) for name, title in titles.items()}
     shown = {title: run for title, run in runs.items() if run and run.get("timeline")}
     if not shown:
@@ -129,26 +129,26 @@ def memory_over_time(rows: Rows, titles: dict[str, str], path: Path, **work: int
 
 def _draw_timeline(axis: Any, timeline: list[list[Any]]) -> None:
     ends = [event[0] for event in timeline[1:]] + [timeline[-1][0]]
-    for (start, held, phase), end in zip(timeline, ends, strict=True):
-        axis.fill_between([start, end], held / 1e6, color=COLORS[phase], linewidth=0)
+    for (start, held_bytes, phase), end in zip(timeline, ends, strict=True):
+        axis.fill_between([start, end], held_bytes / 1e6, color=COLORS[phase], linewidth=0)
 
 
-def stacked(rows: Rows, titles: dict[str, str], what: str, path: Path, **work: int) -> None:
-    """Tokens or processor seconds of one optimizer step as bars stacked by phase."""
+def stacked(rows: Rows, titles: dict[str, str], column: str, path: Path, **work: int) -> None:
+    """Draw tokens or processor seconds of an optimizer step as bars stacked by phase."""
     runs = {title: rows.run(name, **work) for name, title in titles.items()}
     names = {"tokens": "tokens through the model", "cpu_seconds": "processor seconds"}
-    values = {title: of_a_step(run, what) for title, run in runs.items() if run}
-    bars(values, f"{names[what]}, one optimizer step", path)
+    values = {title: of_a_step(run, column) for title, run in runs.items() if run}
+    bars(values, f"{names[column]}, one optimizer step", path)
 
 
 def bars(values: dict[str, dict[str, float]], label: str, path: Path) -> None:
-    """A bar for each name, stacked by phase."""
+    """Draw a bar for each name, stacked by phase."""
     figure, axis = plt.subplots(figsize=(10, 1 + 0.45 * len(values)))
-    for place, phases in enumerate(reversed(values.values())):
+    for position, phases in enumerate(reversed(values.values())):
         left = 0.0
         for phase in PHASES:
             width = phases.get(phase, 0)
-            axis.barh(place, width, left=left, color=COLORS[phase])
+            axis.barh(position, width, left=left, color=COLORS[phase])
             left += width
     axis.set_yticks(range(len(values)), list(reversed(values)))
     axis.set_xlabel(label)

@@ -36,7 +36,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 
 
 class Stopwatch:
-    """Seconds, and processor seconds of this process and all that it started."""
+    """Measures seconds, and processor seconds of this process and its children."""
 
     def __init__(self) -> None:
         self._start = self._now()
@@ -47,10 +47,12 @@ class Stopwatch:
             torch.cuda.synchronize()
         own = psutil.Process()
         times = [process.cpu_times() for process in (own, *own.children(recursive=True))]
-        return time.perf_counter(), sum(found.user + found.system for found in times)
+        return time.perf_counter(), sum(
+            process_times.user + process_times.system for process_times in times
+        )
 
     def read(self) -> dict[str, float]:
-        """What has passed since it was made."""
+        """Return the seconds since it was created."""
         wall, processor = self._now()
         return {"seconds": wall - self._start[0], "processor": processor - self._start[1]}
 
@@ -60,24 +62,24 @@ def main(work: dict[str, Any]) -> None:
     on_gpu = torch.cuda.is_available()
     torch.manual_seed(0)
     context = work["prompt"] + work["completion"] + 32
-    with tempfile.TemporaryDirectory() as place:
-        folder = synthetic.save(Path(place), work["shape"], work["vocabulary"], context)
+    with tempfile.TemporaryDirectory() as output_folder:
+        folder = synthetic.save(Path(output_folder), work["shape"], work["vocabulary"], context)
         dtype = torch.bfloat16 if on_gpu else torch.float32
         model = synthetic.make_model(work["shape"], work["vocabulary"], context).to(dtype)
         model = model.cuda() if on_gpu else model
-        held = [used_memory()]
+        used_bytes = [used_memory()]
         watch = Stopwatch()
         with server(work, folder, context) as options:
-            trainer = make_trainer(model, work, options, place)
-            found: dict[str, Any] = {"start": watch.read()}
-            held.append(used_memory())
-            found |= measure(trainer, work, held)
-    found["memory"] = held
-    print(json.dumps(found), flush=True)
+            trainer = make_trainer(model, work, options, output_folder)
+            results: dict[str, Any] = {"start": watch.read()}
+            used_bytes.append(used_memory())
+            results |= measure(trainer, work, used_bytes)
+    results["memory"] = used_bytes
+    print(json.dumps(results), flush=True)
 
 
 def used_memory() -> int:
-    """Bytes of the GPU that are taken; 0 without one."""
+    """Return the bytes of GPU memory in use; 0 without a GPU."""
     if not torch.cuda.is_available():
         return 0
     torch.cuda.empty_cache()
@@ -87,7 +89,7 @@ def used_memory() -> int:
 
 @contextmanager
 def server(work: dict[str, Any], folder: Path, context: int) -> Iterator[dict[str, Any]]:
-    """Options of the engine; a server runs meanwhile if it is one."""
+    """Yield the options of the engine; if it is a server, it runs inside the block."""
     options = ENGINES[work["engine"]]
     if "vllm_mode" not in options:
         yield options | ({"vllm_max_model_length": context} if "use_vllm" in options else {})
@@ -107,19 +109,19 @@ def server(work: dict[str, Any], folder: Path, context: int) -> Iterator[dict[st
 
 
 def free_port() -> int:
-    """A port that nothing listens on."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    """Return a free port."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return int(server.getsockname()[1])
 
 
-def make_trainer(model: Any, work: dict[str, Any], options: dict[str, Any], place: str) -> Any:
-    """A trainer whose engine is measured; it never trains."""
+def make_trainer(model: Any, work: dict[str, Any], options: dict[str, Any], folder: str) -> Any:
+    """Make a trainer whose engine is measured. It never trains."""
     on_gpu = torch.cuda.is_available()
     if on_gpu and options.get("use_vllm") and "vllm_mode" not in options:
         options |= {"vllm_enable_sleep_mode": True}
     args = trl.RLOOConfig(
-        place,
+        folder,
         per_device_train_batch_size=ROWS,
         num_generations=8,
         max_completion_length=work["completion"],
@@ -141,11 +143,11 @@ def make_trainer(model: Any, work: dict[str, Any], options: dict[str, Any], plac
 
 
 def texts(work: dict[str, Any], count: int) -> list[str]:
-    """Prompts of equal length."""
+    """Make prompts of equal length."""
     return synthetic.prompts(count, work["prompt"], work["vocabulary"])
 
 
-def measure(trainer: Any, work: dict[str, Any], held: list[int]) -> dict[str, Any]:
+def measure(trainer: Any, work: dict[str, Any], used_bytes: list[int]) -> dict[str, Any]:
     """Time syncs and generations; `held` is given the memory while the engine is awake."""
     backend = trainer.backend
     syncs = []
@@ -157,7 +159,7 @@ def measure(trainer: Any, work: dict[str, Any], held: list[int]) -> dict[str, An
         with backend.awake():
             syncs.append(watch.read())
             if step == SYNCS:
-                held.append(used_memory())
+                used_bytes.append(used_memory())
                 generations = generate(trainer, work)
     return {"syncs": syncs, "generations": generations}
 
@@ -166,19 +168,21 @@ def generate(trainer: Any, work: dict[str, Any]) -> dict[str, Any]:
     """Time one generation for each number of completions, after a short one to warm up."""
     prompts = [row["prompt"] for row in trainer.train_dataset]
     sampling = trainer.sampling.replace(stop_ids=())
-    found = {}
-    counts = work["counts"]
-    for place, (count, length) in enumerate([(2, 2), *((n, work["completion"]) for n in counts)]):
-        encoded = trainer.encode([{"prompt": prompts[place]}] * count)
+    measurements = {}
+    completion_counts = work["counts"]
+    for index, (count, length) in enumerate(
+        [(2, 2), *((n, work["completion"]) for n in completion_counts)]
+    ):
+        encoded = trainer.encode([{"prompt": prompts[index]}] * count)
         rows = Prompts(messages=encoded.messages, token_ids=encoded.token_ids)
         few = sampling.replace(seeds=tuple(range(count)), max_tokens=length)
         watch = Stopwatch()
         drawn = trainer.backend.generate(rows, few, count)
-        found[str(count)] = watch.read()
+        measurements[str(count)] = watch.read()
         lengths = {len(ids) for ids in drawn.completion_ids}
         if lengths != {length}:
             raise RuntimeError(f"{work['engine']}: completions of {lengths} tokens, not {length}.")
-    return {str(count): found[str(count)] for count in counts}
+    return {str(count): measurements[str(count)] for count in completion_counts}
 
 
 if __name__ == "__main__":

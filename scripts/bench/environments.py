@@ -20,31 +20,31 @@ PEERS = {
 
 
 def site(trainer: str) -> str | None:
-    """A folder with an installed peer, where the user names one: BENCH_SITE_TRL_1_16_0=folder."""
+    """Return the folder of an installed peer, if set: BENCH_SITE_TRL_1_16_0=folder."""
     name = trainer.upper().replace("-", "_").replace(".", "_")
     return os.environ.get(f"BENCH_SITE_{name}")
 
 
 def interpreter(trainer: str) -> str:
-    """The Python that runs a trainer: a peer's own, or the running one for this project."""
+    """Return the Python that runs a trainer: a peer's own, or the current one for this project."""
     if trainer not in PEERS or site(trainer):
         return sys.executable
     return str(BENCH / trainer / "bin" / "python")
 
 
 def is_ready(peer: str) -> bool:
-    """Whether a peer's environment was installed with the versions listed here."""
+    """Return whether a peer's environment is installed with the versions listed here."""
     stamp = BENCH / peer / ".installed"
     return stamp.exists() and stamp.read_text(encoding="utf-8") == wanted(peer)
 
 
 def wanted(peer: str) -> str:
-    """What stands in the stamp of a complete environment."""
+    """Return the content of the stamp file of a complete environment."""
     return "\n".join((TORCH, *PEERS[peer]))
 
 
 def make(peer: str) -> None:
-    """Install a peer, unless it is there."""
+    """Install a peer unless it is already installed."""
     if is_ready(peer) or site(peer):
         return
     print(f"{peer}: installing", flush=True)
@@ -57,7 +57,7 @@ def make(peer: str) -> None:
 
 
 def main() -> None:
-    """Make the environments named on the command line, or all."""
+    """Make the environments named on the command line, or all of them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("peers", nargs="*", help=f"some of {', '.join(PEERS)}; none: all")
     for peer in parser.parse_args().peers or PEERS:

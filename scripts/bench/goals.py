@@ -26,7 +26,7 @@ LONG_PROMPT, LARGE_GROUP = 3100, 8
 
 @dataclass(frozen=True)
 class Goal:
-    """A figure and its bound.
+    """A measured figure and its bound.
 
     Args:
         what: the figure in words.
@@ -41,7 +41,7 @@ class Goal:
     at_least: bool = False
 
     def line(self) -> list[str]:
-        """A line of the table."""
+        """Make a row of the table."""
         if self.value is None:
             return [self.what, self._bound(), "-", "not measured"]
         met = self.value >= self.bound if self.at_least else self.value <= self.bound
@@ -52,7 +52,7 @@ class Goal:
 
 
 def growth(rows: Rows) -> Iterator[Goal]:
-    """Peak against the number of completions."""
+    """Goals for the growth of the peak with the number of completions."""
     shape = {"prompt": HEADLINE[0], "completion": HEADLINE[1]}
     peaks = {k: rows.peak(OURS, completions=k, **shape) for k in COUNTS}
     for count, bound in ((16, 1.10), (64, 1.15)):
@@ -61,7 +61,7 @@ def growth(rows: Rows) -> Iterator[Goal]:
 
 
 def sizes(rows: Rows) -> Iterator[Goal]:
-    """Peak of the headline cell, alone and against the peers."""
+    """Goals for the peak of the headline cell, absolute and relative to the peers."""
     own = rows.peak(OURS, **CELL)
     yield Goal("peak at 3,100/53/8, MB", 100, divided(own, 1e6))
     peer = rows.peak("now-gpu", **CELL)
@@ -74,7 +74,7 @@ def sizes(rows: Rows) -> Iterator[Goal]:
 
 
 def methods(rows: Rows) -> Iterator[Goal]:
-    """Peaks of Online DPO and PPO over those of the peers that have them."""
+    """Goals for the peaks of Online DPO and PPO, relative to the peers that have them."""
     for method, peers, sizes in method_sizes():
         for peer in peers:
             peaks = [rows.peak(name, algorithm=method, **sizes) for name in (OURS, peer)]
@@ -83,14 +83,14 @@ def methods(rows: Rows) -> Iterator[Goal]:
 
 
 def least(rows: Rows, names: Iterable[str], **cell: int) -> float | None:
-    """The lowest peak of some settings, over the micro-batches that were measured."""
+    """Return the lowest peak of some settings over the measured micro-batch sizes."""
     peaks = [rows.peak(name, **cell, **size) for name in names for size in MICRO_BATCHES]
     return min((peak for peak in peaks if peak is not None), default=None)
 
 
 def against_peer(rows: Rows, path: str, name: str) -> Iterator[Goal]:
-    """The worst ratio to a peer, best settings of each, over all cells that both have."""
-    found = {
+    """Goal for the worst ratio to a peer over all common cells, with the best setting of each."""
+    ratios = {
         (prompt, completion, count): divided(
             least(rows, OUR_BEST, **cell), least(rows, (path,), **cell)
         )
@@ -98,15 +98,16 @@ def against_peer(rows: Rows, path: str, name: str) -> Iterator[Goal]:
         for count in COUNTS
         for cell in [{"prompt": prompt, "completion": completion, "completions": count}]
     }
-    known = {cell: ratio for cell, ratio in found.items() if ratio is not None}
-    worst = max(known, key=lambda cell: known[cell], default=None)
+    measured = {cell: ratio for cell, ratio in ratios.items() if ratio is not None}
+    worst = max(measured, key=lambda cell: measured[cell], default=None)
     where = "" if worst is None else f" ({worst[0]:,}/{worst[1]}/{worst[2]})"
     yield Goal(
-        f"peak over trl 1.16.0, {name}, best settings of each: worst of {len(known)} cells{where}",
+        f"peak over trl 1.16.0, {name}, best settings of each: worst of {len(measured)} cells"
+        f"{where}",
         1.0,
-        max(known.values(), default=None),
+        max(measured.values(), default=None),
     )
-    large = [r for (p, _, k), r in known.items() if p == LONG_PROMPT and k >= LARGE_GROUP]
+    large = [r for (p, _, k), r in measured.items() if p == LONG_PROMPT and k >= LARGE_GROUP]
     yield Goal(
         f"the same, prompts of 3,100 tokens and k >= 8: worst of {len(large)}",
         1 / 3,
@@ -115,7 +116,7 @@ def against_peer(rows: Rows, path: str, name: str) -> Iterator[Goal]:
 
 
 def tokens(rows: Rows, steps: list[Any]) -> Iterator[Goal]:
-    """Tokens through the model of one update, against the current peer."""
+    """Goals for the tokens that an update computes, relative to the current peer."""
     counted = [_tokens(rows.run(name, **CELL)) for name in (OURS, "now-gpu")]
     yield Goal("tokens of an update at 3,100/53/8, over trl 1.16.0", 1 / 8, divided(*counted))
     for work, ours, theirs in steps:
@@ -133,31 +134,31 @@ def _tokens(run: Any, phases: tuple[str, ...] = ()) -> float | None:
 
 
 def speed(steps: list[Any]) -> Iterator[Goal]:
-    """Time of scoring and training, against the current peer."""
+    """Goals for the time of scoring and training, relative to the current peer."""
     bounds = dict(zip(STEP_SHAPES, (3.0, 1.5, 1.0), strict=True))
     for work, ours, theirs in steps:
         ratios = [
             phase_seconds(b)["training"] / phase_seconds(a)["training"]
             for a, b in zip(ours, theirs, strict=False)
         ]
-        what = f"{work.algorithm}, scoring + training at {named(work)}: times as fast"
-        yield Goal(what, bounds[full_shape(work)], median(ratios), at_least=True)
+        title = f"{work.algorithm}, scoring + training at {named(work)}: times as fast"
+        yield Goal(title, bounds[full_shape(work)], median(ratios), at_least=True)
 
 
 def full_shape(work: Work) -> tuple[int, int, int]:
-    """The shape that a scaled one stands for."""
+    """Return the full shape of scaled-down work."""
     ratios = {shape[1] / shape[0]: shape for shape in STEP_SHAPES}
     return ratios[work.completion / work.prompt]
 
 
 def named(work: Work) -> str:
-    """The full shape and by how much it was scaled."""
+    """Name the full shape, and the factor by which it was scaled down."""
     shape = full_shape(work)
     return f"{'/'.join(map(str, shape))}, lengths / {shape[0] // work.prompt}"
 
 
 def goals_page(results: Path) -> None:
-    """Write goals.md from the results that are there."""
+    """Write goals.md from the available results."""
     rows = Rows(_rows(results / "memory.json"))
     steps = [
         pair for pair in pairs(_rows(results / "step.json")) if pair[0].vocabulary > MANY_ENTRIES
@@ -172,7 +173,7 @@ def goals_page(results: Path) -> None:
 
 
 def goal_table(goals: Iterable[Goal]) -> str:
-    """A line for each goal."""
+    """Make a table with a row per goal."""
     return markdown(["figure", "goal", "measured", ""], [goal.line() for goal in goals])
 
 

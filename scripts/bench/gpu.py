@@ -38,7 +38,7 @@ PARTS = {  # the short ones first
 
 @dataclass(frozen=True)
 class Plan:
-    """The sizes of everything that is measured; lengths in tokens."""
+    """The sizes of all measurements; lengths are in tokens."""
 
     settings: tuple[str, ...] = tuple(
         name
@@ -92,7 +92,7 @@ TINY = Plan(
 
 @dataclass(frozen=True)
 class Bench:
-    """Where and with which trainers everything is measured."""
+    """The device and the trainers of the measurements."""
 
     store: Store
     plan: Plan
@@ -102,34 +102,34 @@ class Bench:
     end: float = math.inf  # on the clock of `time.monotonic`; nothing begins after it
 
     def is_over(self) -> bool:
-        """Whether the time is used up."""
+        """Whether the time limit has passed."""
         return time.monotonic() > self.end
 
     def once(self, setting: str, work: Identified, run: Callable[[], dict[str, Any]]) -> None:
-        """Add a run, unless there is a successful one."""
+        """Add a run unless there is a successful one."""
         row = self.store.find(setting, work)
         if self.is_over() or (row and "peak" in row["runs"][-1]):
             return
-        found = run()
-        self.store.add(setting, work, found)
-        text = f"{found['peak'] / 1e6:,.0f} MB" if "peak" in found else found["error"]
+        result = run()
+        self.store.add(setting, work, result)
+        text = f"{result['peak'] / 1e6:,.0f} MB" if "peak" in result else result["error"]
         print(f"{setting} {work.identity()}: {text}", flush=True)
 
 
 @dataclass(frozen=True)
 class HeadWork:
-    """One shape of the head."""
+    """A shape of the output head."""
 
     shape: str
     device: str
 
     def identity(self) -> dict[str, Any]:
-        """Its numbers."""
+        """Return its sizes."""
         return {"shape": list(map(int, self.shape.split(","))), "device": self.device}
 
 
 def memory_works(plan: Plan, device: str) -> Iterator[tuple[str, Work]]:
-    """The memory experiment: each setting and size, and the best of each side row by row."""
+    """Yield the cells of the memory experiment: all settings and sizes, and the best row by row."""
     for count in plan.counts:
         for prompt, completion in plan.shapes:
             for name in plan.settings:
@@ -148,7 +148,7 @@ def measure_memory(bench: Bench) -> None:
 
 
 def measure_steps(bench: Bench) -> None:
-    """Step times of each model, with weights in float32 and in bfloat16."""
+    """Measure the step times of each model, with weights in float32 and bfloat16."""
     chosen = tuple(name for name in ("this", step.PEER) if name in bench.trainers)
     for shape in bench.plan.models:
         for options in ("{}", BF16):
@@ -161,28 +161,28 @@ def measure_steps(bench: Bench) -> None:
 
 
 def measure_head(bench: Bench) -> None:
-    """Time and memory of the bounded head against full logits."""
+    """Measure time and memory of the bounded head, compared with full logits."""
     for shape in bench.plan.head:
         run = lambda shape=shape: run_head(shape, bench.device, bench.rounds)  # noqa: E731
         bench.once("head", HeadWork(shape, bench.device), run)
 
 
 def run_head(shape: str, device: str, rounds: int) -> dict[str, Any]:
-    """Measure one shape in a process of its own; `peak` is that of the default chunk."""
+    """Measure one shape in its own process; `peak` is for the default chunk size."""
     command = [sys.executable, str(Path(__file__).with_name("head.py")), "--json"]
     command += ["--device", device, "--shapes", shape, "--rounds", str(max(rounds, 2))]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        return {"error": done.stderr[-400:]}
-    found = json.loads(done.stdout.splitlines()[-1])
-    figures = found["figures"][0]
-    peak = next(each["peak"] for each in figures if each["default"])
-    versions = {"gpu": found["where"]} if device == "cuda" else {}
+    process = subprocess.run(command, capture_output=True, text=True)
+    if process.returncode:
+        return {"error": process.stderr[-400:]}
+    result = json.loads(process.stdout.splitlines()[-1])
+    figures = result["figures"][0]
+    peak = next(figure["peak"] for figure in figures if figure["default"])
+    versions = {"gpu": result["where"]} if device == "cuda" else {}
     return {"peak": peak, "figures": figures, "versions": versions}
 
 
 def measure_cache(bench: Bench) -> None:
-    """What returning cached blocks saves and costs, one process for each policy."""
+    """Measure what returning cached blocks saves and costs, with a process per policy."""
     for policy in bench.plan.policies:
         options = json.dumps({"empty_cache": policy})
         work = replace(bench.plan.cache, device=bench.device, options=options)
@@ -190,7 +190,7 @@ def measure_cache(bench: Bench) -> None:
 
 
 def measure_shortage(bench: Bench) -> None:
-    """A real recovery."""
+    """Measure the recovery from running out of memory."""
     import shortage
 
     work = replace(bench.plan.shortage, device=bench.device)
@@ -207,21 +207,21 @@ MEASURES = {
 
 
 def available(trainers: set[str], installed: bool = False) -> set[str]:
-    """Those trainers that this machine has or, unless they must be `installed`, can install."""
-    found = {"this"}
-    for name in sorted(trainers - found):
+    """Return the trainers that are installed or, unless `installed` is set, can be installed."""
+    ready = {"this"}
+    for name in sorted(trainers - ready):
         if installed and not (environments.is_ready(name) or environments.site(name)):
             continue
         try:
             environments.make(name)
-            found.add(name)
+            ready.add(name)
         except (subprocess.CalledProcessError, OSError) as error:
             print(f"{name}: left out ({error})", flush=True)
-    return found
+    return ready
 
 
 def main() -> None:
-    """Measure on the GPU what is not there yet."""
+    """Measure on the GPU what the results file lacks."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="runs of each trainer (default 3)")
     parser.add_argument("--parts", nargs="*", default=list(PARTS), choices=PARTS, help="which")
@@ -241,11 +241,13 @@ def main() -> None:
         print(f"no GPU: skipped. On one, this measures {'; '.join(PARTS.values())}.")
         return
     plan = TINY if options.tiny else QUICK if options.quick else Plan()
-    wanted = {SETTINGS[name].trainer for name in plan.settings if "memory" in options.parts}
-    wanted |= {step.PEER} if "steps" in options.parts else set()
+    needed_trainers = {
+        SETTINGS[name].trainer for name in plan.settings if "memory" in options.parts
+    }
+    needed_trainers |= {step.PEER} if "steps" in options.parts else set()
     store = Store(options.results / "gpu.json")
     end = time.monotonic() + 60 * options.minutes
-    trainers = available(wanted, options.quick)
+    trainers = available(needed_trainers, options.quick)
     bench = Bench(store, plan, options.device, options.rounds, trainers, end)
     for name in options.parts:
         MEASURES[name](bench)

@@ -39,7 +39,7 @@ USED = (
 
 @dataclass(frozen=True)
 class Part:
-    """One part of the check.
+    """A part of the check.
 
     Args:
         name (`str`): of the part, and of its row in gpu.json.
@@ -56,21 +56,21 @@ class Part:
     needs: str | None = None
 
     def identity(self) -> dict[str, Any]:
-        """What tells its row from others."""
+        """Return what identifies its row."""
         return {"part": self.name}
 
 
 def parts(device: str, tiny: bool) -> Iterator[Part]:
-    """All parts, the most telling first."""
+    """Return all parts, the most informative first."""
     flags = ("--device", device, *(["--tiny"] if tiny else []))
 
-    def own(name: str, what: str, seconds: float) -> Part:
-        return Part(name, what, seconds, (str(HERE / "gpu_parts.py"), name, *flags))
+    def own(name: str, title: str, seconds: float) -> Part:
+        return Part(name, title, seconds, (str(HERE / "gpu_parts.py"), name, *flags))
 
-    def bench(name: str, what: str, seconds: float) -> Part:
+    def bench(name: str, title: str, seconds: float) -> Part:
         minutes = str(seconds / 60)
-        words = ("--parts", name, "--rounds", "1", "--quick", "--minutes", minutes)
-        return Part(name, what, seconds, (str(HERE / "gpu.py"), *words, *flags))
+        arguments = ("--parts", name, "--rounds", "1", "--quick", "--minutes", minutes)
+        return Part(name, title, seconds, (str(HERE / "gpu.py"), *arguments, *flags))
 
     marked = [p for p in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in p.read_text("utf-8")]
     tests = ("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *map(str, sorted(marked)))
@@ -90,7 +90,7 @@ def parts(device: str, tiny: bool) -> Iterator[Part]:
 
 
 def run(part: Part, seconds: float, store: Store, site: list[str]) -> dict[str, Any]:
-    """Run a part until its deadline; what it printed by then counts.
+    """Run a part until its deadline, and keep what it has printed by then.
 
     Returns:
         `results`, the lines of JSON; `seconds`; and `error`, if it failed or was cut short.
@@ -98,7 +98,7 @@ def run(part: Part, seconds: float, store: Store, site: list[str]) -> dict[str, 
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests"), *site])
     settings = os.environ | {"PYTHONPATH": paths, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
     settings |= {"BENCH_SITE": os.pathsep.join(site), "TOKENIZERS_PARALLELISM": "false"}
-    found: dict[str, Any] = {"results": []}
+    outcome: dict[str, Any] = {"results": []}
     begun, printed = time.monotonic(), [""]
     errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (a pipe that nobody reads could fill)
     process = subprocess.Popen(
@@ -116,54 +116,54 @@ def run(part: Part, seconds: float, store: Store, site: list[str]) -> dict[str, 
         for line in process.stdout or ():
             printed.append(line.strip())
             if line.startswith("{"):
-                found["results"].append(json.loads(line))
-                store.add(f"check {part.name}", part, dict(found))
+                outcome["results"].append(json.loads(line))
+                store.add(f"check {part.name}", part, dict(outcome))
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
     code = process.wait()
-    found["seconds"] = round(time.monotonic() - begun, 1)
+    outcome["seconds"] = round(time.monotonic() - begun, 1)
     if code:
         late = f"no end after {seconds:.0f} seconds" if code == -signal.SIGKILL else f"exit {code}"
         errors.seek(0)
-        found["error"] = " | ".join([late, *printed[-3:], *errors.read().splitlines()[-4:]])
-    elif not found["results"]:
-        found["results"] = [{"said": printed[-1]}]
-    store.add(f"check {part.name}", part, dict(found))
-    return found
+        outcome["error"] = " | ".join([late, *printed[-3:], *errors.read().splitlines()[-4:]])
+    elif not outcome["results"]:
+        outcome["results"] = [{"said": printed[-1]}]
+    store.add(f"check {part.name}", part, dict(outcome))
+    return outcome
 
 
 def missing() -> list[str]:
-    """What is not installed or too old, and what is left out for want of a package."""
-    found = []
+    """Return which packages are missing or too old, and which parts are skipped without them."""
+    problems = []
     for name, floor in floors().items():
         try:
             have = release(version(name))
         except PackageNotFoundError:
-            found.append(f"{name} is not installed; make gpu-wheels, then SITE=.gpu-site")
+            problems.append(f"{name} is not installed; make gpu-wheels, then SITE=.gpu-site")
             continue
         if have < release(floor):
-            found.append(f"{name} {version(name)} is older than {floor}")
-    return found
+            problems.append(f"{name} {version(name)} is older than {floor}")
+    return problems
 
 
 def release(text: str) -> list[int]:
-    """The numbers of a version, such as [2, 11, 0] of 2.11.0+cu128."""
+    """Return the numbers of a version: [2, 11, 0] for 2.11.0+cu128."""
     return [int(number) for number in re.findall(r"\d+", text.partition("+")[0])]
 
 
 def floors() -> dict[str, str]:
-    """The oldest supported version of what is needed, from pyproject.toml."""
+    """Return the minimum versions of the needed packages, from pyproject.toml."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     pairs = [line.split(">=") for line in project["dependencies"] if ">=" in line]
     return {name: floor for name, floor in pairs if name in NEEDED}
 
 
-def describe(found: dict[str, Any]) -> str:
-    """A part's outcome in a few words."""
-    if "error" in found:
-        return f"FAILED: {found['error']}"
-    words = [", ".join(f"{k} {v}" for k, v in each.items()) for each in found["results"]]
-    return "; ".join(words)
+def describe(outcome: dict[str, Any]) -> str:
+    """Summarize the outcome of a part."""
+    if "error" in outcome:
+        return f"FAILED: {outcome['error']}"
+    texts = [", ".join(f"{k} {v}" for k, v in result.items()) for result in outcome["results"]]
+    return "; ".join(texts)
 
 
 def main() -> int:
@@ -202,9 +202,9 @@ def main() -> int:
             print(f"{part.name}: no time left", flush=True)
             continue
         print(f"{part.name}: {part.what}", flush=True)
-        found = run(part, min(part.seconds, left), store, site)
-        failed += "error" in found
-        print(f"  {found['seconds']:.0f} s: {describe(found)}", flush=True)
+        outcome = run(part, min(part.seconds, left), store, site)
+        failed += "error" in outcome
+        print(f"  {outcome['seconds']:.0f} s: {describe(outcome)}", flush=True)
     return failed
 
 

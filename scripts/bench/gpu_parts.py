@@ -26,7 +26,7 @@ BOUNDS = {"float32": 1e-5, "bfloat16": 0.05}  # of relative differences of gradi
 
 @dataclass(frozen=True)
 class Size:
-    """How large everything is; lengths in tokens."""
+    """The sizes of the parts; lengths are in tokens."""
 
     device: str
     shape: str = "135m"
@@ -37,14 +37,14 @@ class Size:
 
 
 def tiny(device: str) -> Size:
-    """The least sizes, to try the program."""
+    """Return the smallest sizes, to try the program."""
     return Size(device, "small", 16, 8, 6, 3)
 
 
 def trainer_of(
     size: Size, reward: Callable[..., list[float]], vocabulary: int = WORDS, **options: Any
 ) -> RLOOTrainer:
-    """A trainer of a random model on random prompts of different lengths."""
+    """Make a trainer of a random model on random prompts of different lengths."""
     model = synthetic.make_model(size.shape, vocabulary, size.prompt + size.completion + 8)
     texts = synthetic.prompts(size.rows, size.prompt, vocabulary, ragged=True)
     settings: dict[str, Any] = {
@@ -70,12 +70,12 @@ def trainer_of(
 
 
 def lower_half(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """The share of words in the lower half of the vocabulary."""
+    """Reward the share of words in the lower half of the vocabulary."""
     return [sum(i < WORDS // 2 for i in ids) / len(ids) for ids in completion_ids]
 
 
 def learn(size: Size) -> Iterator[dict[str, Any]]:
-    """Twelve updates in bfloat16 on a reward that is easy to raise."""
+    """Make twelve updates in bfloat16 with a reward that is easy to increase."""
     trainer = trainer_of(size, lower_half, bf16=True, learning_rate=1e-3, max_steps=12)
     trainer.train()
     rewards = [log["reward"] for log in trainer.state.log_history if "reward" in log]
@@ -84,7 +84,7 @@ def learn(size: Size) -> Iterator[dict[str, Any]]:
 
 
 def one_update(size: Size, **options: Any) -> tuple[dict[str, torch.Tensor], list[list[int]]]:
-    """Changes of the weights in one update by SGD, and the completions it was made on."""
+    """Return the weight changes of one SGD update, and the completions it was computed on."""
     seen: list[list[int]] = []
 
     def remember(completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -99,7 +99,7 @@ def one_update(size: Size, **options: Any) -> tuple[dict[str, torch.Tensor], lis
 
 
 def equality(size: Size) -> Iterator[dict[str, Any]]:
-    """Shared prompts and the bounded head against plain rows and whole logits."""
+    """Compare shared prompts and the bounded head with plain rows and full logits."""
     plain = {"shared_prefix": False, "logits_chunk_size": 0, "reuse_sampling_logps": False}
     same = {"max_grad_norm": 0.0, "beta": 0.05}
     for precision, bound in BOUNDS.items():
@@ -110,15 +110,15 @@ def equality(size: Size) -> Iterator[dict[str, Any]]:
         alike = sum(a == b for a, b in pairs) / len(pairs)
         apart = sum(float((ours[name] - theirs[name]).square().sum()) for name in ours) ** 0.5
         size_of = sum(float(change.square().sum()) for change in theirs.values()) ** 0.5
-        found = {"precision": precision, "same tokens": round(alike, 4)}
+        result = {"precision": precision, "same tokens": round(alike, 4)}
         if alike < 1:  # other tokens have other gradients
-            yield found | {"ok": precision == "bfloat16"}
+            yield result | {"ok": precision == "bfloat16"}
             continue
-        yield found | {"gradient apart": apart / size_of, "ok": apart <= bound * size_of}
+        yield result | {"gradient apart": apart / size_of, "ok": apart <= bound * size_of}
 
 
 def fragmentation(size: Size) -> Iterator[dict[str, Any]]:
-    """What the allocator reserves beyond what it handed out, after many updates."""
+    """Measure what the allocator reserves beyond allocations after many updates."""
     trainer = trainer_of(size, lower_half, 32_000, max_steps=size.updates, bf16=True)
     trainer.train()
     if size.device == "cpu":
@@ -126,15 +126,15 @@ def fragmentation(size: Size) -> Iterator[dict[str, Any]]:
         return
     allocated = torch.cuda.max_memory_allocated()
     share = torch.cuda.max_memory_reserved() / allocated - 1
-    found = {"updates": size.updates, "allocated MB": round(allocated / 1e6)}
-    yield found | {"reserved beyond": round(share, 4), "ok": share <= 0.05}
+    result = {"updates": size.updates, "allocated MB": round(allocated / 1e6)}
+    yield result | {"reserved beyond": round(share, 4), "ok": share <= 0.05}
 
 
 PARTS = {"learn": learn, "equality": equality, "fragmentation": fragmentation}
 
 
 def main() -> int:
-    """Print the results of one part; return how many are not as they should be."""
+    """Print the results of one part, and return the number of failures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
@@ -143,9 +143,9 @@ def main() -> int:
     size = tiny(options.device) if options.tiny else Size(options.device)
     broken, line = 0, sys.stdout
     sys.stdout = sys.stderr  # trainers print as well
-    for found in PARTS[options.part](size):
-        print(json.dumps(found), file=line, flush=True)
-        broken += not found["ok"]
+    for result in PARTS[options.part](size):
+        print(json.dumps(result), file=line, flush=True)
+        broken += not result["ok"]
     return broken
 
 

@@ -27,7 +27,7 @@ COLUMNS, ROWS = 4096, 32  # of a tile at least; no other matrix of the tiny mode
 
 
 class Launcher:
-    """Stands for a compiled kernel: `kernel[grid](...)` calls a function."""
+    """A stand-in for a compiled kernel: `kernel[grid](...)` calls a function."""
 
     launched = 0  # times, all kernels together
 
@@ -40,7 +40,7 @@ class Launcher:
 
 
 def install() -> None:
-    """Put the functions where the kernels are."""
+    """Replace the kernels by the functions."""
     kernels = importlib.import_module("trl.kernels.chunked_logprob")
     kernels._forward_kernel = Launcher(forward_tile)
     kernels._backward_kernel = Launcher(backward_tile)
@@ -50,7 +50,7 @@ def install() -> None:
 
 
 class LeaveOutCopies(TorchDispatchMode):
-    """Counts float32 copies of bfloat16 tiles apart from tensors."""
+    """Counts float32 copies of bfloat16 tiles separately from other tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class LeaveOutCopies(TorchDispatchMode):
 
 
 def is_copy_of_tile(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether an operation turns a matrix with a tile's columns from bfloat16 into float32."""
+    """Return whether an operation copies a tile from bfloat16 to float32."""
     if func is not torch.ops.aten._to_copy.default or kwargs.get("dtype") is not torch.float32:
         return False
     rows, columns = sorted(args[0].shape) if args[0].dim() == 2 else (0, 0)  # or transposed

@@ -1,4 +1,4 @@
-"""The page and charts of what was measured on a GPU."""
+"""The page and charts of the measurements on a GPU."""
 
 from __future__ import annotations
 
@@ -30,32 +30,34 @@ def gpu_page(results: Path) -> None:
     rows = Rows([{**row, "work": _without_device(row["work"])} for row in data["rows"]])
     pairs = step_report.pairs(data["rows"])
     devices = sorted({run["versions"].get("gpu", "a CPU") for run in good_runs(rows)})
-    parts = [
+    sections = [
         f"# On a GPU\n\nMade by `make bench-gpu` on {', '.join(devices)}.\n\n{provenance(data)}\n",
         f"## Goals\n\n{goal_table(gpu_goals(rows, pairs))}\n",
         check_section(rows),
         *(peak_section(rows), step_section(pairs), head_section(rows)),
         *(cache_section(rows), shortage_section(rows)),
     ]
-    (results / "gpu.md").write_text("\n".join(filter(None, parts)), encoding="utf-8")
+    (results / "gpu.md").write_text("\n".join(filter(None, sections)), encoding="utf-8")
     draw(rows, pairs, results)
 
 
 def good_runs(rows: Rows, *settings: str) -> list[dict[str, Any]]:
-    """All runs that ended well, of some settings or of all."""
+    """Return the successful runs of some settings, or of all."""
     chosen = [row for row in rows.all if not settings or row["setting"] in settings]
     return [run for row in chosen for run in row["runs"] if "peak" in run]
 
 
 def check_section(rows: Rows) -> str:
-    """What `make gpu-check` found, part by part."""
+    """Describe the results of `make gpu-check`, part by part."""
     lines = []
     for row in rows.all:
         if row["setting"].startswith("check "):
-            found = row["runs"][-1]
-            words = [", ".join(f"{k} {v}" for k, v in each.items()) for each in found["results"]]
-            outcome = found.get("error") or "; ".join(words)
-            lines.append([row["work"]["part"], f"{found.get('seconds', 0):.0f}", outcome])
+            last_run = row["runs"][-1]
+            texts = [
+                ", ".join(f"{k} {v}" for k, v in result.items()) for result in last_run["results"]
+            ]
+            outcome = last_run.get("error") or "; ".join(texts)
+            lines.append([row["work"]["part"], f"{last_run.get('seconds', 0):.0f}", outcome])
     if not lines:
         return ""
     table = markdown(("part", "seconds", "found"), lines)
@@ -63,21 +65,21 @@ def check_section(rows: Rows) -> str:
 
 
 def titles_in(rows: Rows) -> dict[str, str]:
-    """The settings of the memory experiment that were measured; the peer has one path there."""
+    """Return the titles of the measured settings of the memory experiment."""
     names = {name: setting.title for name, setting in SETTINGS.items()}
     names["now"] = PEER.replace("-", " ")
     return {name: title for name, title in names.items() if name in rows.settings()}
 
 
 def gpu_goals(rows: Rows, pairs: list[Pair]) -> Iterator[Goal]:
-    """What is to be reached on a GPU."""
+    """Yield the goals on a GPU."""
     yield from against_peer(rows, "now", "on a GPU")
     for work, ours, theirs in pairs:
         for goal in speed([(work, ours, theirs)]):
-            what = f"{model(work)}: {goal.what}".replace(", lengths / 1", "")
-            yield Goal(what, goal.bound, goal.value, goal.at_least)
-    found = next((f for shape, f in head_figures(rows) if shape == HEAD_SHAPE), [])
-    own = next((each for each in found if each["default"]), None)
+            title = f"{model(work)}: {goal.what}".replace(", lengths / 1", "")
+            yield Goal(title, goal.bound, goal.value, goal.at_least)
+    figures = next((f for shape, f in head_figures(rows) if shape == HEAD_SHAPE), [])
+    own = next((figure for figure in figures if figure["default"]), None)
     name = "head at {:,} tokens x {:,} x {:,}".format(*HEAD_SHAPE)
     yield Goal(f"{name}, GB", HEAD_BYTES / 1e9, own and own["peak"] / 1e9)
     fast = own and 1 / median(own["ratios"])
@@ -87,7 +89,7 @@ def gpu_goals(rows: Rows, pairs: list[Pair]) -> Iterator[Goal]:
 
 
 def peak_section(rows: Rows) -> str:
-    """Peaks of the tiny model."""
+    """Make tables of the peaks of the tiny model."""
     text = ""
     for prompt, completion in SHAPES:
         shape = {"prompt": prompt, "completion": completion}
@@ -100,7 +102,7 @@ def peak_section(rows: Rows) -> str:
 
 
 def model(work: Work) -> str:
-    """Model and precision of a work."""
+    """Name the model and the precision of a work."""
     dtype = json.loads(work.options).get("model_init_kwargs", {}).get("dtype")
     return f"{work.shape}, {f'{dtype} weights' if dtype else 'float32 weights, bf16 autocast'}"
 
@@ -115,11 +117,11 @@ def step_section(pairs: list[Pair]) -> str:
 
 
 def head_figures(rows: Rows) -> list[tuple[tuple[int, ...], list[dict[str, Any]]]]:
-    """Shapes of the head and what was measured of them."""
-    found = [row for row in rows.all if row["setting"] == "head"]
+    """Return the measured shapes of the head with their figures."""
+    head_rows = [row for row in rows.all if row["setting"] == "head"]
     return [
         (tuple(row["work"]["shape"]), run["figures"])
-        for row in found
+        for row in head_rows
         for run in row["runs"][-1:]
         if "peak" in run
     ]
@@ -127,24 +129,28 @@ def head_figures(rows: Rows) -> list[tuple[tuple[int, ...], list[dict[str, Any]]
 
 def head_section(rows: Rows) -> str:
     """The bounded head against full logits."""
-    found = [line for shape, each in head_figures(rows) for line in head_table.lines(shape, each)]
+    table_rows = [
+        line for shape, figures in head_figures(rows) for line in head_table.lines(shape, figures)
+    ]
     title = "## Bounded head against full logits"
     return (
-        f"{title}\n\n{head_table.METHOD}\n{markdown(head_table.HEADERS, found)}\n" if found else ""
+        f"{title}\n\n{head_table.METHOD}\n{markdown(head_table.HEADERS, table_rows)}\n"
+        if table_rows
+        else ""
     )
 
 
 def cache_section(rows: Rows) -> str:
-    """What returning cached blocks saves."""
+    """Make a table of what returning cached blocks saves."""
     runs = {name: good_runs(rows, f"empty_cache={name}")[-1:] for name in POLICIES}
-    found = {name: cache_figures(run[0]) for name, run in runs.items() if run}
-    base = found.get("never", {})
+    figures_by_policy = {name: cache_figures(run[0]) for name, run in runs.items() if run}
+    base = figures_by_policy.get("never", {})
     lines = []
-    for name, each in found.items():
-        ratios = [times(divided(each[key], base.get(key))) for key in ("reserved", "seconds")]
-        shown = [megabytes(each["allocated"]), megabytes(each["reserved"]), ratios[0]]
-        unused = f"{100 * each['unused']:.1f} %"
-        lines.append([f'`"{name}"`', *shown, unused, f"{each['seconds']:.3f}", ratios[1]])
+    for name, figures in figures_by_policy.items():
+        ratios = [times(divided(figures[key], base.get(key))) for key in ("reserved", "seconds")]
+        shown = [megabytes(figures["allocated"]), megabytes(figures["reserved"]), ratios[0]]
+        unused = f"{100 * figures['unused']:.1f} %"
+        lines.append([f'`"{name}"`', *shown, unused, f"{figures['seconds']:.3f}", ratios[1]])
     headers = ["`empty_cache`", "most allocated, MB", "most reserved, MB", "over never"]
     headers += ["reserved and unused", "seconds a step", "over never"]
     text = """## Returning cached blocks
@@ -157,7 +163,7 @@ device; unused is the share of the most reserved that is above the most allocate
 
 
 def cache_figures(run: dict[str, Any]) -> dict[str, float]:
-    """Most bytes allocated and reserved, the share that no tensor used, and seconds of a step."""
+    """Return peak bytes allocated and reserved, the unused share, and seconds of a step."""
     allocated, reserved = run["held_before"] + run["peak"], run["scratch"]
     unused = 1 - allocated / reserved if reserved else 0.0
     seconds = phase_seconds(run)["total"]
@@ -165,7 +171,7 @@ def cache_figures(run: dict[str, Any]) -> dict[str, float]:
 
 
 def shortage_section(rows: Rows) -> str:
-    """A real shortage of memory."""
+    """Make a table of the runs that were short of memory."""
     lines = []
     for run in good_runs(rows, "shortage"):
         peaks = [megabytes(run[name]) for name in ("whole", "room", "peak", "small")]
@@ -188,7 +194,7 @@ above what is held before training.
 
 
 def draw(rows: Rows, pairs: list[Pair], results: Path) -> None:
-    """The charts of the page, where they can be drawn: from gpu.json they can be later, too."""
+    """Draw the charts if matplotlib is installed. They can also be drawn later from gpu.json."""
     try:
         import charts
     except ModuleNotFoundError as error:

@@ -39,19 +39,19 @@ Way = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def full_logits(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
-    """The plain way: logits, log-softmax in float32, and the chosen entries."""
+    """Compute log-probabilities from full logits, by a log-softmax in float32."""
     return (hidden @ weight.t()).float().log_softmax(-1).gather(1, ids[:, None]).squeeze(1)
 
 
 def bounded(chunk: int) -> Way:
-    """The bounded head that holds `chunk` logits at once."""
+    """Compute log-probabilities with the bounded head, which holds `chunk` logits at once."""
     return lambda hidden, weight, ids: linear_log_probs(
         hidden, weight, ids, None, Tiling(chunk=chunk)
     )[0]
 
 
 def measure(run: Callable[[], None], device: str) -> tuple[float, float]:
-    """Seconds of a run, and the bytes at its peak above what was held before."""
+    """Return the seconds of a run, and its peak bytes above the start."""
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -66,7 +66,7 @@ def measure(run: Callable[[], None], device: str) -> tuple[float, float]:
 
 
 def peak_on_cpu(run: Callable[[], None], inputs: list[Tensor]) -> float:
-    """Bytes at the peak of tensors that operations return, above the inputs."""
+    """Return peak bytes of the tensors that operations return, without the inputs."""
     for tensor in inputs:
         tensor.grad = None
     with TensorBytes(inputs) as counter:
@@ -86,7 +86,7 @@ class Inputs:
 
     @classmethod
     def of(cls, shape: tuple[int, int, int], device: str) -> Inputs:
-        """Random inputs in float32."""
+        """Make random inputs in float32."""
         tokens, size, vocabulary = shape
         weight = torch.randn(vocabulary, size, device=device).mul_(size**-0.5)
         return cls(
@@ -97,7 +97,7 @@ class Inputs:
         )
 
     def step(self, function: Way) -> Callable[[], None]:
-        """A forward and a backward pass."""
+        """Run a forward and a backward pass."""
 
         def run() -> None:
             self.hidden.grad = self.weight.grad = None
@@ -107,7 +107,7 @@ class Inputs:
 
 
 def figures(shape: tuple[int, int, int], device: str, rounds: int) -> list[dict[str, Any]]:
-    """What was measured of one shape, for each number of logits held.
+    """Return the measurements of one shape, for each number of logits held at once.
 
     Returns:
         `list`: dictionaries with `chunk` and whether it is the `default`, `ratios` of time to full
@@ -124,8 +124,8 @@ def figures(shape: tuple[int, int, int], device: str, rounds: int) -> list[dict[
             seconds, peaks[chunk] = measure(run, device)
             times[chunk].append(seconds)
     if device == "cpu":
-        known = [inputs.hidden, inputs.weight, inputs.ids, inputs.upstream]
-        peaks = {chunk: peak_on_cpu(run, known) for chunk, run in ways.items()}
+        tensors = [inputs.hidden, inputs.weight, inputs.ids, inputs.upstream]
+        peaks = {chunk: peak_on_cpu(run, tensors) for chunk, run in ways.items()}
     gradients = inputs.hidden.nbytes + inputs.weight.nbytes
     return [
         {
@@ -140,11 +140,18 @@ def figures(shape: tuple[int, int, int], device: str, rounds: int) -> list[dict[
     ]
 
 
-def page(found: dict[tuple[int, int, int], list[dict[str, Any]]], where: str) -> str:
-    """The whole page."""
-    table = [line for shape, each in found.items() for line in lines(shape, each)]
-    made = f"Made by `make bench-head` on {where}, {platform.machine()}, torch {torch.__version__}."
-    return f"# Bounded head against full logits\n\n{METHOD}\n{made}\n\n{markdown(HEADERS, table)}\n"
+def page(figures_by_shape: dict[tuple[int, int, int], list[dict[str, Any]]], where: str) -> str:
+    """Make the page."""
+    table = [
+        line
+        for shape, shape_figures in figures_by_shape.items()
+        for line in lines(shape, shape_figures)
+    ]
+    provenance = (
+        f"Made by `make bench-head` on {where}, {platform.machine()}, torch {torch.__version__}."
+    )
+    text = f"{METHOD}\n{provenance}\n\n{markdown(HEADERS, table)}\n"
+    return f"# Bounded head against full logits\n\n{text}"
 
 
 def sizes(text: str) -> tuple[int, int, int]:
@@ -168,12 +175,12 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     shapes = options.shapes or SHAPES[device]
-    found = {shape: figures(shape, device, options.rounds) for shape in shapes}
+    figures_by_shape = {shape: figures(shape, device, options.rounds) for shape in shapes}
     where = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {options.threads} thread"
     if options.json:
-        print(json.dumps({"where": where, "figures": list(found.values())}))
+        print(json.dumps({"where": where, "figures": list(figures_by_shape.values())}))
         return
-    text = page(found, where)
+    text = page(figures_by_shape, where)
     print(text)
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(text, encoding="utf-8")

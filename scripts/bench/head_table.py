@@ -1,4 +1,4 @@
-"""The table of the bounded head; nothing here measures."""
+"""The table of measurements of the bounded head."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ on a GPU; ratios are the median of alternating rounds, with their range. The dev
 """
 
 
-def lines(shape: Sequence[int], found: list[dict[str, Any]]) -> list[list[str]]:
-    """The lines of one shape, one for each number of logits held."""
+def lines(shape: Sequence[int], figures: list[dict[str, Any]]) -> list[list[str]]:
+    """Return the table rows of one shape, one for each number of logits held at once."""
     tokens, size, vocabulary = shape
     return [
         [
             f"{tokens:,} x {size:,} x {vocabulary:,}",
-            f"{each['chunk']:,}{' (default)' if each['default'] else ''}",
-            "{:.2f} ({:.2f} to {:.2f})".format(*spread_of(each["ratios"])),
-            megabytes(each["peak"]),
-            megabytes(each["full_peak"]),
-            f"{each['full_peak'] / each['peak']:.1f}",
+            f"{figure['chunk']:,}{' (default)' if figure['default'] else ''}",
+            "{:.2f} ({:.2f} to {:.2f})".format(*spread_of(figure["ratios"])),
+            megabytes(figure["peak"]),
+            megabytes(figure["full_peak"]),
+            f"{figure['full_peak'] / figure['peak']:.1f}",
         ]
-        for each in found
+        for figure in figures
     ]

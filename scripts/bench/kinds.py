@@ -39,19 +39,19 @@ at once. The training that follows holds 325 MB and 273 MB.
 
 
 def work_of(trainer: str, kind: str, count: int) -> Work:
-    """One cell."""
+    """Return the work of a cell."""
     sizes = {"prompt": 3100, "completion": 53, "completions": count, "steps": 2}
     is_peer = trainer != "this"
     return Work(trainer, shape=kind, options=OPTIONS, gpu_path=is_peer, **sizes)
 
 
 def page(store: Store) -> str:
-    """The table of what was measured."""
+    """Make the page with the table of measurements."""
     rows: list[list[Any]] = []
     for kind, title in KINDS.items():
         for trainer, name in TRAINERS.items():
-            found = [store.find("kinds", work_of(trainer, kind, count)) for count in COUNTS]
-            peaks = [peak_of(row) for row in found]
+            count_rows = [store.find("kinds", work_of(trainer, kind, count)) for count in COUNTS]
+            peaks = [peak_of(row) for row in count_rows]
             cells = ["-" if peak is None else f"{peak / 1e6:,.1f}" for peak in peaks]
             ends = peaks[0], peaks[-1]
             grows = f"{ends[1] / ends[0]:.2f}" if ends[0] and ends[1] else "-"
@@ -61,21 +61,21 @@ def page(store: Store) -> str:
 
 
 def main() -> None:
-    """Measure what is missing, and write the page."""
+    """Measure what the results file lacks, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("kinds", nargs="*", help=f"some of {', '.join(KINDS)}; none: all")
     parser.add_argument("--limit-gb", type=float, default=0.0, help="most memory of a cell")
     parser.add_argument("--trainers", nargs="+", default=[*TRAINERS], choices=TRAINERS)
     parser.add_argument("--counts", nargs="+", type=int, default=COUNTS, choices=COUNTS)
-    given = parser.parse_args()
+    options = parser.parse_args()
     store = Store(RESULTS / "kinds.json")
-    for trainer in given.trainers:
+    for trainer in options.trainers:
         if trainer in environments.PEERS:
             environments.make(trainer)
-        for kind in given.kinds or KINDS:
-            for work in (work_of(trainer, kind, count) for count in given.counts):
+        for kind in options.kinds or KINDS:
+            for work in (work_of(trainer, kind, count) for count in options.counts):
                 if peak_of(store.find("kinds", work)) is None:
-                    run = execute(work, given.limit_gb)
+                    run = execute(work, options.limit_gb)
                     store.add("kinds", work, run)
                     print(
                         trainer,

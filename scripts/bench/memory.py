@@ -49,7 +49,7 @@ LEAN = ALL | {"generation_max_rows": 2, "logits_chunk_size": 2**18}
 
 @dataclass(frozen=True)
 class Setting:
-    """A trainer with its options: a line of the tables."""
+    """A trainer with its options: a row of the tables."""
 
     title: str
     trainer: str = "this"
@@ -57,10 +57,10 @@ class Setting:
     options: str = "{}"
     gpu_path: bool = False
 
-    def work(self, **given: Any) -> Work:
-        """A piece of work of two steps: the second one holds the states of the optimizer."""
+    def work(self, **fields: Any) -> Work:
+        """Return work of two steps. In the second one, the optimizer states exist."""
         fixed = {name: getattr(self, name) for name in ("trainer", "options", "gpu_path")}
-        return Work(**{"steps": 2, "vocabulary": self.vocabulary} | fixed | given)
+        return Work(**{"steps": 2, "vocabulary": self.vocabulary} | fixed | fields)
 
 
 SETTINGS = {
@@ -82,7 +82,7 @@ OURS = tuple(name for name in SETTINGS if name not in PEERS)
 
 
 class Cell(NamedTuple):
-    """What is measured: a setting, its work, and how often."""
+    """A measurement: a setting, its work, and the number of runs."""
 
     setting: str
     work: Work
@@ -90,7 +90,7 @@ class Cell(NamedTuple):
 
 
 def cells(parts: Sequence[str] = ()) -> Iterator[Cell]:
-    """The cells of some parts of the experiment, small ones first; none named: all."""
+    """Yield the cells of some parts of the experiment, or of all, small ones first."""
     for name, part in PARTS.items():
         if name in parts or not parts:
             yield from part()
@@ -111,7 +111,7 @@ def shape_cells() -> Iterator[Cell]:
 
 
 def best_cells() -> Iterator[Cell]:
-    """The settings that hold least: one completion in each micro-batch, the smallest sizes."""
+    """Yield cells of the most economical settings: one completion per micro-batch."""
     for prompt, completion in sorted(SHAPES):
         for count in BEST_COUNTS:
             sizes = {"prompt": prompt, "completion": completion, "completions": count}
@@ -124,7 +124,7 @@ def best_cells() -> Iterator[Cell]:
 
 
 def proposal_cells() -> Iterator[Cell]:
-    """The string-level proposal, in settings like those of its report."""
+    """Yield cells of the string-level proposal, in settings like those of its report."""
     for name, counts in (("old", (2, 4, 8)), ("old-full", (2,))):
         for count in counts:
             for prompts in ("tokens", "strings-1024", "strings"):
@@ -133,7 +133,7 @@ def proposal_cells() -> Iterator[Cell]:
 
 
 def other_cells() -> Iterator[Cell]:
-    """One row at a time, GRPO, and the largest blocks at the peak."""
+    """Yield cells with one row at a time, with GRPO, and for the largest blocks at the peak."""
     for prompt in (512, 3100):
         for name in ("old", "first", "now", "all", "default"):
             sizes = {"prompt": prompt, "completion": 53, "completions": 8}
@@ -148,7 +148,7 @@ def other_cells() -> Iterator[Cell]:
 
 
 def method_cells() -> Iterator[Cell]:
-    """Online DPO (pairs of completions) and PPO (single ones), beside their peers."""
+    """Yield cells of Online DPO (pairs of completions) and PPO (single ones), with their peers."""
     for method, peers, sizes in method_sizes():
         for name in (*peers, "default"):
             scale = {"vocabulary": method_vocabulary(sizes)}
@@ -156,7 +156,7 @@ def method_cells() -> Iterator[Cell]:
 
 
 def method_sizes() -> Iterator[tuple[str, tuple[str, ...], dict[str, int]]]:
-    """Each further method, its peers, and the sizes of an update."""
+    """Yield each further method with its peers and the sizes of an update."""
     for method, (prompt, completion) in product(METHODS, METHOD_SHAPES):
         for count in (GROUPS[method], METHOD_COUNT):
             sizes = {"prompt": prompt, "completion": completion, "completions": count}
@@ -164,12 +164,12 @@ def method_sizes() -> Iterator[tuple[str, tuple[str, ...], dict[str, int]]]:
 
 
 def method_vocabulary(sizes: dict[str, int]) -> int:
-    """Entries of the vocabulary at these sizes."""
+    """Return the vocabulary size for these sizes."""
     return VOCABULARY // (SCALE if sizes["completions"] == METHOD_COUNT else 1)
 
 
 def size_words(sizes: dict[str, int]) -> str:
-    """Sizes as tables name them."""
+    """Format sizes as in the tables."""
     return "{prompt:,}/{completion}/{completions}".format(**sizes)
 
 
@@ -183,7 +183,7 @@ PARTS: dict[str, Callable[[], Iterator[Cell]]] = {
 
 
 def predicted(store: Store, cell: Cell) -> tuple[float, float]:
-    """GB and minutes to expect: twice those of half as many completions, if these were measured."""
+    """Predict GB and minutes: twice those of half as many completions, if they were measured."""
     half = replace(cell.work, completions=cell.work.completions // 2)
     row = store.find(cell.setting, half)
     if row is None:
@@ -197,13 +197,13 @@ def predicted(store: Store, cell: Cell) -> tuple[float, float]:
 
 
 def is_done(store: Store, cell: Cell) -> bool:
-    """Whether all runs of a cell are there."""
+    """Return whether all runs of a cell are in the store."""
     row = store.find(cell.setting, cell.work)
     return row is not None and sum("peak" in run for run in row["runs"]) >= cell.runs
 
 
 def run_cell(store: Store, cell: Cell, limits: argparse.Namespace) -> None:
-    """Measure what is missing of a cell, or write down why it is not measured."""
+    """Measure the missing runs of a cell, or record why it is skipped."""
     gigabytes, minutes = predicted(store, cell)
     for limit, value, unit in ((limits.gb, gigabytes, "GB"), (limits.minutes, minutes, "minutes")):
         if value > limit:
@@ -222,7 +222,7 @@ def run_cell(store: Store, cell: Cell, limits: argparse.Namespace) -> None:
 
 
 def describe(cell: Cell) -> str:
-    """A cell in a few words."""
+    """Describe a cell."""
     work = cell.work
     text = f"{cell.setting} {work.prompt}/{work.completion}/{work.completions}"
     text += f" micro-batch {work.micro_batch}" if work.micro_batch else ""
@@ -231,7 +231,7 @@ def describe(cell: Cell) -> str:
 
 
 def summary(run: dict[str, Any]) -> str:
-    """A run in a few words."""
+    """Summarize a run."""
     if "peak" not in run:
         return run["error"]
     return f"{run['peak'] / 1e6:,.0f} MB, {sum(run['seconds'].values()):.0f} s"
@@ -257,15 +257,18 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--largest", type=int, default=max(COUNTS), help="most completions")
     chosen = parser.parse_args()
     chosen.again = list(SETTINGS) if chosen.again == [] else chosen.again or []
-    for given, known in ((chosen.only + chosen.again, SETTINGS), (chosen.parts, PARTS)):
-        for name in given:
-            if name not in known:
-                parser.error(f"{name!r} is none of {', '.join(known)}")
+    for chosen_names, legal_names in (
+        (chosen.only + chosen.again, SETTINGS),
+        (chosen.parts, PARTS),
+    ):
+        for name in chosen_names:
+            if name not in legal_names:
+                parser.error(f"{name!r} is none of {', '.join(legal_names)}")
     return chosen
 
 
 def is_asked(cell: Cell, chosen: argparse.Namespace) -> bool:
-    """Whether the command line asks for a cell."""
+    """Return whether the command line selects a cell."""
     return (
         cell.setting.split("/")[0] in chosen.only
         and cell.work.completions <= chosen.largest
@@ -274,7 +277,7 @@ def is_asked(cell: Cell, chosen: argparse.Namespace) -> bool:
 
 
 def main() -> None:
-    """Measure every cell that the command line asks for and that is not there."""
+    """Measure every selected cell that the results file lacks."""
     chosen = arguments()
     store = Store(chosen.results / "memory.json")
     store.drop({part for name in chosen.again for part in (name, f"{name}/blocks")})

@@ -28,7 +28,7 @@ POINTS = 240  # of a timeline that is kept
 
 
 def build_library() -> Path:
-    """Compile the library that counts bytes, unless it is there and up to date."""
+    """Compile the library that counts bytes, unless it is up to date."""
     source, library = Path(__file__).with_name("cpumem.c"), BENCH / "libcpumem.so"
     if not library.exists() or library.stat().st_mtime < source.stat().st_mtime:
         BENCH.mkdir(exist_ok=True)
@@ -40,7 +40,7 @@ def build_library() -> Path:
 
 
 def preload() -> None:
-    """Start this program again with the counting library in front, unless it is already."""
+    """Restart this program with the counting library preloaded, unless it is already."""
     if "libcpumem" not in os.environ.get("LD_PRELOAD", ""):
         os.environ["LD_PRELOAD"] = str(build_library())
         os.execv(sys.executable, [sys.executable, *sys.argv])
@@ -57,26 +57,26 @@ class CpuBytes:
         self._library.cpumem_watch.argtypes = [ctypes.c_int64]
 
     def reset(self) -> None:
-        """Forget all peaks; what is held now is the start."""
+        """Reset all peaks to what is held now."""
         self._library.cpumem_reset()
         self.start = self._library.cpumem_live(0)
 
     def enter(self, phase: str) -> None:
-        """Count what follows for a phase."""
+        """Start counting for a phase."""
         self._library.cpumem_phase(PHASES.index(phase))
 
     def peak(self) -> int:
-        """Most bytes above the start."""
+        """Return the peak bytes above the start."""
         return self._library.cpumem_peak(0) - self.start
 
     def scratch(self) -> int:
-        """Most bytes of other aligned blocks, such as oneDNN's, which `peak` leaves out."""
+        """Return peak bytes of aligned blocks that `peak` does not count, such as oneDNN's."""
         return self._library.cpumem_peak(1)
 
     def phase_peaks(self) -> dict[str, int]:
-        """Most bytes above the start, by phase."""
-        found = {p: self._library.cpumem_phase_peak(i, 0) for i, p in enumerate(PHASES)}
-        return {phase: peak - self.start for phase, peak in found.items() if peak}
+        """Return the peak bytes above the start, by phase."""
+        peaks = {p: self._library.cpumem_phase_peak(i, 0) for i, p in enumerate(PHASES)}
+        return {phase: peak - self.start for phase, peak in peaks.items() if peak}
 
     def record(self, step: int = 200_000, room: int = 2_000_000) -> None:
         """Keep a timeline of every change of at least `step` bytes."""
@@ -98,7 +98,7 @@ class CpuBytes:
 
 
 class Operations(TorchDispatchMode):
-    """Tells the counting library which operation runs, so that blocks have a name."""
+    """Tells the counting library which operation runs, so that memory blocks have a name."""
 
     def __init__(self, library: ctypes.CDLL):
         super().__init__()
@@ -116,19 +116,19 @@ class Operations(TorchDispatchMode):
         """The largest blocks alive at the peak: bytes, phase and operation that made them."""
         size, phase, operation = ctypes.c_int64(), ctypes.c_int(), ctypes.c_int()
         names = list(self._names)
-        found = []
+        blocks = []
         for i in range(self._library.cpumem_largest()):
             self._library.cpumem_block(i, *map(ctypes.byref, (size, phase, operation)))
             made_by = {"phase": PHASES[phase.value], "operation": names[operation.value]}
-            found.append({"bytes": size.value, **made_by})
-        return found
+            blocks.append({"bytes": size.value, **made_by})
+        return blocks
 
 
 class CudaBytes:
     """Bytes that torch allocates on the current GPU."""
 
     def reset(self) -> None:
-        """Forget all peaks; what is held now is the start."""
+        """Reset all peaks to what is held now."""
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -140,23 +140,23 @@ class CudaBytes:
     def enter(self, phase: str) -> None:
         """Close the peak of the phase that ends."""
         torch.cuda.synchronize()
-        held = torch.cuda.max_memory_allocated() - self.start
-        self._peaks[self._phase] = max(held, self._peaks.get(self._phase, 0))
+        held_bytes = torch.cuda.max_memory_allocated() - self.start
+        self._peaks[self._phase] = max(held_bytes, self._peaks.get(self._phase, 0))
         self._reserved = max(self._reserved, torch.cuda.max_memory_reserved())
         torch.cuda.reset_peak_memory_stats()
         self._phase = phase
 
     def peak(self) -> int:
-        """Most bytes above the start."""
+        """Return the peak bytes above the start."""
         return max(self.phase_peaks().values())
 
     def scratch(self) -> int:
-        """Most bytes reserved from the device."""
+        """Return the peak bytes reserved on the device."""
         self.enter(self._phase)
         return self._reserved
 
     def phase_peaks(self) -> dict[str, int]:
-        """Most bytes above the start, by phase."""
+        """Return the peak bytes above the start, by phase."""
         self.enter(self._phase)
         return self._peaks
 
@@ -175,14 +175,14 @@ class Meter:
         self._phase = "other"
 
     def start(self) -> None:
-        """Forget what was counted; measuring begins."""
+        """Reset all counts and start measuring."""
         self.memory.reset()
         self.memory.enter(self._phase)
         self.wall, self.cpu, self.tokens, self.passes = (defaultdict(float) for _ in range(4))
         self._wall, self._cpu = time.perf_counter(), time.process_time()
 
     def enter(self, phase: str) -> None:
-        """Begin a phase; what is done from now on counts for it."""
+        """Start a phase."""
         self.memory.enter(phase)
         wall, cpu = time.perf_counter(), time.process_time()
         self.wall[self._phase] += wall - self._wall
@@ -190,7 +190,7 @@ class Meter:
         self._wall, self._cpu, self._phase = wall, cpu, phase
 
     def totals(self) -> dict[str, dict[str, float]]:
-        """What was counted since the start, by phase."""
+        """Return what was counted since the start, by phase."""
         self.enter(self._phase)
         counted = {"seconds": self.wall, "cpu_seconds": self.cpu, "tokens": self.tokens}
         return {name: dict(values) for name, values in (counted | {"passes": self.passes}).items()}

@@ -60,7 +60,7 @@ DEEP = TINY | {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers"
 
 
 def lengths(length: int, kind: str, count: int = 8) -> list[int]:
-    """Tokens of the documents of a case."""
+    """Return the lengths of the documents of a case, in tokens."""
     draw = random.Random(0)
 
     def one(median: int) -> int:
@@ -68,17 +68,17 @@ def lengths(length: int, kind: str, count: int = 8) -> list[int]:
 
     if kind == "fixed":
         return [length] * count
-    found: list[int] = []
+    row_lengths: list[int] = []
     if kind == "lognormal":
-        found = [one(length // 3) for _ in range(count)]
-        return [length, *found[1:]]
-    while sum(found) < (count - 0.1) * length:
-        found.append(one(max(32, length // 8)))
-    return found
+        row_lengths = [one(length // 3) for _ in range(count)]
+        return [length, *row_lengths[1:]]
+    while sum(row_lengths) < (count - 0.1) * length:
+        row_lengths.append(one(max(32, length // 8)))
+    return row_lengths
 
 
 def measure(name: str) -> dict[str, float]:
-    """One update, in this process."""
+    """Measure one update in this process."""
     from datasets import Dataset
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -114,23 +114,23 @@ def measure(name: str) -> dict[str, float]:
     }
 
 
-def row(name: str, found: dict[str, float]) -> list[str]:
-    """A line of the table."""
+def row(name: str, result: dict[str, float]) -> list[str]:
+    """Make a row of the table."""
     *_, old, new, goal = CASES[name]
-    peak = found["peak"] / 1e6
+    peak = result["peak"] / 1e6
     verdict = "" if goal is None else f"{goal}: {'holds' if peak <= goal else 'does not hold'}"
-    fewer = f"{found['positions']:,.0f} ({found['padded'] / found['positions']:.2f}x fewer)"
-    return [name, old, new, f"{peak:.0f}", verdict, fewer, f"{found['seconds']:.1f}"]
+    fewer = f"{result['positions']:,.0f} ({result['padded'] / result['positions']:.2f}x fewer)"
+    return [name, old, new, f"{peak:.0f}", verdict, fewer, f"{result['seconds']:.1f}"]
 
 
-def feature_row(name: str, found: dict[str, float], default: float) -> list[str]:
-    """A line of the table of options."""
-    peak, ratio = found["peak"] / 1e6, found["peak"] / default
-    return [name, f"{peak:.1f}", f"{ratio:.2f}", f"{found['positions']:,.0f}"]
+def feature_row(name: str, result: dict[str, float], default: float) -> list[str]:
+    """Make a row of the table of options."""
+    peak, ratio = result["peak"] / 1e6, result["peak"] / default
+    return [name, f"{peak:.1f}", f"{ratio:.2f}", f"{result['positions']:,.0f}"]
 
 
 def divided() -> str:
-    """What one of two ranks holds that divide the tokens of rows, and one process."""
+    """Compare peaks of one process and of two ranks with context parallelism."""
     sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "distributed")]
     import context_step
     from engines import launch
@@ -138,35 +138,35 @@ def divided() -> str:
     with tempfile.TemporaryDirectory() as folder:
         script = Path(context_step.__file__)
         many = launch(script, "fsdp2", Path(folder, "2"), 2, "fsdp2:peak", processes=2)
-        alone = context_step.peak(Path(folder, "1"), 2, 1, use_cpu=True)["peak"]
-    ours = max(found["fsdp2:peak"]["peak"] for found in many)
+        single_peak = context_step.peak(Path(folder, "1"), 2, 1, use_cpu=True)["peak"]
+    ours = max(result["fsdp2:peak"]["peak"] for result in many)
     return (
         f"Context parallelism (`cp_size=2`, FSDP2): a rank holds at most {ours / 1e6:.2f} MB in an "
         f"update of four rows of {context_step.LENGTH} tokens with a smaller model, and a single "
-        f"process {alone / 1e6:.2f} MB."
+        f"process {single_peak / 1e6:.2f} MB."
     )
 
 
 def offloaded() -> str:
-    """What a device holds of activations when the backward pass begins, as its test counts it."""
+    """Report activation bytes on the device at the start of the backward pass, as in the test."""
     with tempfile.TemporaryDirectory() as folder:
         script = ROOT / "tests" / "offload_runs.py"
         paths = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
         subprocess.run(
             [sys.executable, str(script), folder], env=paths, check=True, stdout=subprocess.DEVNULL
         )
-        found = torch.load(Path(folder, "found.pt"))
-    held = {key: f"{case['held'] / 1e3:,.0f}" for key, case in found.items()}
+        cases = torch.load(Path(folder, "found.pt"))
+    held_bytes = {key: f"{case['held'] / 1e3:,.0f}" for key, case in cases.items()}
     return (
         "Activation offloading moves nothing on a CPU. With a smaller model on a device simulated "
-        f"in Python, {held[False, True]} instead of {held[False, False]} KB of activations are on "
-        f"the device when the backward pass begins; with checkpointing, {held[True, True]} instead "
-        f"of {held[True, False]} KB."
+        f"in Python, {held_bytes[False, True]} instead of {held_bytes[False, False]} KB of "
+        "activations are on the device when the backward pass begins; with checkpointing, "
+        f"{held_bytes[True, True]} instead of {held_bytes[True, False]} KB."
     )
 
 
 def growth(peaks: dict[str, float]) -> str:
-    """What rows that are four times as long cost."""
+    """Report the peak of rows that are four times as long."""
     if not {"1,024 tokens", "4,096 tokens"} <= peaks.keys():
         return ""
     ratio = peaks["4,096 tokens"] / peaks["1,024 tokens"]
@@ -186,20 +186,20 @@ def main() -> None:
         return
     lines, features, peaks = [], [], {}
     for name in options.only:
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, __file__, "--case", name],
             stdout=subprocess.PIPE,
             check=True,
             text=True,
             env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"},
         )
-        found = json.loads(done.stdout.splitlines()[-1])
-        peaks[name] = found["peak"]
+        result = json.loads(process.stdout.splitlines()[-1])
+        peaks[name] = result["peak"]
         if name in CASES:
-            lines.append(row(name, found))
+            lines.append(row(name, result))
         else:
-            features.append(feature_row(name, found, peaks.get("default", found["peak"])))
-        print(name, found, flush=True)
+            features.append(feature_row(name, result, peaks.get("default", result["peak"])))
+        print(name, result, flush=True)
     head = ["eight rows of", "0.22.2, MB", "1.16.0, MB", "ours, MB", "goal, MB", "positions", "s"]
     text = " ".join(__doc__.split("\n\n", 1)[1].split())
     PAGE.write_text(

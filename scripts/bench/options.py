@@ -53,7 +53,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 
 
 def row(title: str, run: dict[str, Any]) -> list[str]:
-    """A line of the table; figures of the second step."""
+    """Make a row of the table, with the figures of the second step."""
     if "peak" not in run:
         return [title, run["error"], *["-"] * (len(PHASES) + 2)]
     last = run["steps"][-1]

@@ -29,7 +29,7 @@ LARGE_VOCABULARY = SMALL | {"hidden_size": 64, "intermediate_size": 192, "vocab_
 
 @dataclass(frozen=True)
 class Case:
-    """One configuration; lengths in tokens."""
+    """A configuration; lengths are in tokens."""
 
     name: str
     model: dict[str, Any]
@@ -42,7 +42,7 @@ class Case:
 
     @property
     def shape(self) -> str:
-        """Lengths, completions of a prompt, and rows of a micro-batch, for the table."""
+        """Format lengths, completions per prompt and rows per micro-batch for the table."""
         rows = self.options.get("per_device_train_batch_size", 8)
         return f"{self.prompt} / {self.completion} / {self.options['num_generations']} / {rows}"
 
@@ -90,13 +90,13 @@ def main() -> None:
 def run(number: int) -> dict[str, Any]:
     """Measure a case in its own process."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    words = [sys.executable, __file__, "--case", str(number)]
-    done = subprocess.run(words, capture_output=True, text=True, env=environment)
-    if done.returncode:
-        raise SystemExit(f"{CASES[number].name}: {done.stderr[-3000:]}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    print(f"{CASES[number].name}: {ratio(found):.3f}", flush=True)
-    return found
+    command = [sys.executable, __file__, "--case", str(number)]
+    process = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if process.returncode:
+        raise SystemExit(f"{CASES[number].name}: {process.stderr[-3000:]}")
+    result: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
+    print(f"{CASES[number].name}: {ratio(result):.3f}", flush=True)
+    return result
 
 
 def measure(case: Case) -> dict[str, Any]:
@@ -109,14 +109,14 @@ def measure(case: Case) -> dict[str, Any]:
     meter.start()
     trainer, predicted = build(case, meter)
     trainer.train()
-    held = memory.phase_peaks()
-    measured = {name: held.get(name, 0) for name in ("generation", "scoring", "optimizer")}
-    measured["forward + backward"] = max(held["forward"], held["backward"])
+    held_bytes = memory.phase_peaks()
+    measured = {name: held_bytes.get(name, 0) for name in ("generation", "scoring", "optimizer")}
+    measured["forward + backward"] = max(held_bytes["forward"], held_bytes["backward"])
     return {"predicted": predicted, "measured": measured}
 
 
 def build(case: Case, meter: Any) -> tuple[Any, dict[str, float]]:
-    """Make the trainer of a case, and the plan of it from its configuration alone."""
+    """Make the trainer of a case, and plan its memory from the configuration alone."""
     import synthetic
     import torch
     from datasets import Dataset
@@ -155,16 +155,16 @@ def build(case: Case, meter: Any) -> tuple[Any, dict[str, float]]:
         processing_class=synthetic.make_tokenizer(vocabulary),
         peft_config=get_peft_config(chosen),
     )
-    return trainer, {name: parts.total for name, parts in plan.phases.items()}
+    return trainer, {name: phase_memory.total for name, phase_memory in plan.phases.items()}
 
 
 def ratio(result: dict[str, Any]) -> float:
-    """Predicted peak over measured peak."""
+    """Return the ratio of predicted to measured peak."""
     return max(result["predicted"].values()) / max(result["measured"].values())
 
 
 def page(results: list[dict[str, Any]]) -> str:
-    """The results as a page of the documentation."""
+    """Make the page of the documentation."""
     rows = list(zip(CASES, results, strict=True))
     lines = [*PREFACE.splitlines(), ""]
     lines += ["| Configuration | P / C / G / rows | Predicted, MB | Measured, MB | Ratio |"]
@@ -181,7 +181,7 @@ def page(results: list[dict[str, Any]]) -> str:
 
 
 def phase_ratio(result: dict[str, Any], name: str) -> str:
-    """Predicted over measured bytes of one phase; a dash if it does not happen."""
+    """Format the ratio of predicted to measured bytes of a phase; a dash if it does not occur."""
     predicted = result["predicted"].get(name)
     return "-" if predicted is None else f"{predicted / result['measured'][name]:.2f}"
 

@@ -55,7 +55,7 @@ SMOL |= {"num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 16_38
 
 
 def make_trainer(method: str, sizes: tuple[int, int], rows: int, shape: dict[str, int]) -> Any:
-    """A trainer on random characters; a micro-batch of "METHOD, whole" is not split into chunks."""
+    """Make a trainer on random characters. "METHOD, whole" does not split micro-batches."""
     import transformers
     from datasets import Dataset
 
@@ -69,23 +69,25 @@ def make_trainer(method: str, sizes: tuple[int, int], rows: int, shape: dict[str
     torch.set_num_threads(1)
     torch.manual_seed(0)
     method, _, is_whole = method.partition(", ")
-    kind = "SequenceClassification" if method == "Reward" else "CausalLM"
+    task = "SequenceClassification" if method == "Reward" else "CausalLM"
     family = "Qwen3" if shape is SMALL else "Llama"
     config = getattr(transformers, f"{family}Config")(
         **({"vocab_size": VOCABULARY} | shape), num_labels=1, pad_token_id=0
     )
     config.tie_word_embeddings = True
-    model = getattr(transformers, f"{family}For{kind}")(config)
+    model = getattr(transformers, f"{family}For{task}")(config)
     draw = random.Random(1)
 
     def text(size: int) -> str:
         return "".join(draw.choices(string.ascii_lowercase, k=size))
 
     # An answer and a text end with the token that trainers add.
-    parts = {"prompt": sizes[0], "chosen": sizes[1] - 1, "rejected": sizes[1] - 1}
+    token_counts = {"prompt": sizes[0], "chosen": sizes[1] - 1, "rejected": sizes[1] - 1}
     if method == "KTO":
-        parts = {"prompt": sizes[0], "completion": sizes[1] - 1}
-    columns: dict[str, Any] = {name: [text(n) for _ in range(rows)] for name, n in parts.items()}
+        token_counts = {"prompt": sizes[0], "completion": sizes[1] - 1}
+    columns: dict[str, Any] = {
+        name: [text(n) for _ in range(rows)] for name, n in token_counts.items()
+    }
     if method == "KTO":
         columns["label"] = [bool(i % 2) for i in range(rows)]
     if method == "SFT":
@@ -109,17 +111,17 @@ def make_trainer(method: str, sizes: tuple[int, int], rows: int, shape: dict[str
 
 
 def measure(method: str, prompt: int, answer: int, rows: int) -> dict[str, Any]:
-    """Updates in this process: the peak, and positions and processor seconds of each."""
+    """Measure updates in this process: the peak, and positions and processor seconds of each."""
     from transformers import TrainerCallback
 
     shape = SMALL if rows != 0 else SMOL
     trainer = make_trainer(method, (prompt, answer), rows or FEW.get(method, 1), shape)
     seen: list[int] = []
     reference = getattr(trainer, "ref_model", None)
-    for each in (trainer.model, *([] if reference is None else [reference])):
+    for module in (trainer.model, *([] if reference is None else [reference])):
         # What is computed again in the backward pass is not counted: layers are called then.
-        each.base_model.register_forward_pre_hook(
-            lambda _, args, given: seen.append([*args, given.get("input_ids")][0].numel()),
+        module.base_model.register_forward_pre_hook(
+            lambda _, args, kwargs: seen.append([*args, kwargs.get("input_ids")][0].numel()),
             with_kwargs=True,
         )
     positions: list[int] = []
@@ -140,9 +142,9 @@ def measure(method: str, prompt: int, answer: int, rows: int) -> dict[str, Any]:
 
 
 def run(method: str, prompt: int, answer: int, rows: int, trainer: str = "this") -> dict[str, Any]:
-    """`measure` in a process of its own."""
+    """Run `measure` in its own process."""
     paths = [str(ROOT / "tests"), environments.site(trainer) or "", str(ROOT)]
-    done = subprocess.run(
+    process = subprocess.run(
         [environments.interpreter(trainer), __file__, "--case", method]
         + [str(number) for number in (prompt, answer, rows)],
         stdout=subprocess.PIPE,
@@ -150,25 +152,27 @@ def run(method: str, prompt: int, answer: int, rows: int, trainer: str = "this")
         text=True,
         env=os.environ | {"PYTHONPATH": ":".join(filter(None, paths)), "OMP_NUM_THREADS": "1"},
     )
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    result: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
+    return result
 
 
 def verdict(value: float, goal: float, holds: bool) -> str:
-    """A goal, and whether it is reached."""
+    """Format a goal, and whether it is reached."""
     return f"{goal:g}: {'holds' if holds else 'does not hold'}"
 
 
 def memory_table() -> str:
-    """Peaks and positions of eight rows, and of one."""
+    """Make the table of peaks and positions with eight rows and with one."""
     lines = []
     for (method, *sizes), (oldest, old, new, single, goal, fewer, theirs) in CASES.items():
-        found, one = (run(method, *sizes, rows) for rows in (8, 2 if "KTO" in method else 1))
-        peak, growth = found["peak"] / 1e6, found["peak"] / one["peak"]
-        ratio = theirs / found["positions"]
+        result, single_row = (
+            run(method, *sizes, rows) for rows in (8, 2 if "KTO" in method else 1)
+        )
+        peak, growth = result["peak"] / 1e6, result["peak"] / single_row["peak"]
+        ratio = theirs / result["positions"]
         line = [f"{method}, {sizes[0]:,} / {sizes[1]}", oldest, old, new, single, f"{peak:.0f}"]
         line += [verdict(peak, goal, peak <= goal), f"{growth:.2f}"]
-        line += [f"{found['positions']:,}", f"{ratio:.2f}x", verdict(ratio, fewer, ratio >= fewer)]
+        line += [f"{result['positions']:,}", f"{ratio:.2f}x", verdict(ratio, fewer, ratio >= fewer)]
         lines.append(line)
         print(line, flush=True)
     head = ["prompt / answers", "0.20.0, MB", "0.22.2, MB", "1.16.0, MB", "row by row, MB"]
@@ -177,7 +181,7 @@ def memory_table() -> str:
 
 
 def time_table() -> str:
-    """Processor seconds of an update, ours and the peer's in turn."""
+    """Make the table of processor seconds per update, with alternating runs of both trainers."""
     environments.make(PEER)
     lines = []
     for method, goal in SECONDS.items():
@@ -194,7 +198,7 @@ def time_table() -> str:
 
 
 def spread(values: tuple[float, ...]) -> str:
-    """Median, least and most."""
+    """Format the median with the lowest and highest value."""
     return f"{median(values):.2f} ({min(values):.2f}-{max(values):.2f})"
 
 

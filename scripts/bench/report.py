@@ -49,13 +49,13 @@ BASES = {
 
 
 def titles_in(rows: Rows, leave_out: tuple[str, ...] = ()) -> dict[str, str]:
-    """The settings that were measured and their names, in the order of the experiment."""
+    """Return the measured settings with their titles, in the order of the experiment."""
     measured = rows.settings()
     return {n: s.title for n, s in SETTINGS.items() if n in measured and n not in leave_out}
 
 
 def version_table(rows: Rows) -> str:
-    """Versions of every trainer."""
+    """Make a table of the versions of every trainer."""
     packages = ("trl", "torch", "transformers", "accelerate", "datasets")
     lines = {}
     for row in rows.all:
@@ -110,7 +110,7 @@ many completions. A dash means not measured.
 
 
 def peak_section(rows: Rows) -> str:
-    """Peaks of every shape."""
+    """Make tables of the peaks of every shape."""
     text = "## Peak\n"
     for prompt, completion in SHAPES:
         text += f"\n### Prompt {prompt:,}, completion {completion}\n\n"
@@ -123,7 +123,7 @@ def peak_section(rows: Rows) -> str:
 
 
 def reduction_section(rows: Rows) -> str:
-    """How many times less each setting holds."""
+    """Make tables of how many times less memory each setting takes."""
     text = "## Reduction\n"
     for work in (CELL, {"prompt": 512, "completion": 256, "completions": 8}):
         text += (
@@ -134,7 +134,7 @@ def reduction_section(rows: Rows) -> str:
 
 
 def phase_section(rows: Rows) -> str:
-    """Peaks, tokens and time by phase."""
+    """Make tables of peaks, tokens and time by phase."""
     shape = "prompt 3,100, completion 53, k = 8"
     text = f"## Where the bytes are: peak by phase, {shape}, MB\n\n"
     text += phase_table(rows, titles_in(rows), "phase_peaks", **CELL)
@@ -150,7 +150,7 @@ def phase_section(rows: Rows) -> str:
 
 
 def generation_section(rows: Rows) -> str:
-    """Peaks of generation alone."""
+    """Make tables of the peaks of generation."""
     text = """## Peak of generation
 
 With `generation_max_rows`, only that many completions of a prompt decode at the same time, so the
@@ -167,7 +167,7 @@ memory of generation does not grow with their number.
 
 
 def micro_batch_section(rows: Rows) -> str:
-    """One row at a time."""
+    """Make tables of micro-batches of one row."""
     sizes = [
         {"prompt": prompt, "completion": completion, "completions": count}
         for prompt, completion in sorted(SHAPES)
@@ -183,7 +183,7 @@ def micro_batch_section(rows: Rows) -> str:
 
 
 def grpo_section(rows: Rows) -> str:
-    """The same work by the other algorithm."""
+    """Make a table of the same work with GRPO."""
     text = "## GRPO\n\n"
     grpo = [
         [title, rows.cell(name, algorithm="GRPO", **CELL), rows.cell(name, **CELL)]
@@ -194,7 +194,7 @@ def grpo_section(rows: Rows) -> str:
 
 
 def methods_section(rows: Rows) -> str:
-    """Online DPO and PPO beside the peers that have them."""
+    """Make tables of Online DPO and PPO with the peers that have them."""
     lines, launches = [], 0
     for method, peers, sizes in method_sizes():
         for peer in peers:
@@ -229,13 +229,13 @@ METHOD_TITLES = {"OnlineDPO": "Online DPO", "PPO": "PPO"}
 
 
 def change(value: float | None, base: float | None) -> str:
-    """How much less or more than a base, in percent and brackets; nothing where one is missing."""
+    """Format the relative change from a base in percent; an empty text if a value is missing."""
     share = divided(value, base)
     return "" if share is None else f" ({round(100 * (share - 1)):+d} %)"
 
 
 def claim_section(rows: Rows) -> str:
-    """What the reduction reported for string-level repetition is made of."""
+    """Explain the reduction that was reported for string-level repetition."""
     ways = ("tokens", "strings-1024", "strings")
     lines = []
     for name, count in (("old", 2), ("old", 4), ("old", 8), ("old-full", 2)):
@@ -271,7 +271,7 @@ be above that of its cell.
 
 
 def blocks_section(rows: Rows) -> str:
-    """The largest blocks alive at the peak, by the operation that made them."""
+    """Make a table of the largest blocks at the peak, by the operation that allocated them."""
     text = BLOCKS
     small = {"prompt": 512, "completion": 53, "completions": 2}
     for name, setting in SETTINGS.items():
@@ -291,7 +291,7 @@ def blocks_section(rows: Rows) -> str:
 
 
 def spread_section(rows: Rows) -> str:
-    """How far repeated runs differ."""
+    """Make a table of the differences between repeated runs."""
     lines = []
     for row in rows.all:
         peaks = [run["peak"] for run in row["runs"] if "peak" in run]
@@ -313,8 +313,8 @@ def memory_report(results: Path) -> None:
     data = json.loads((results / "memory.json").read_text(encoding="utf-8"))
     rows = Rows(data["rows"])
     sections = [f"{INTRODUCTION}\n{provenance(data)}\n\n{version_table(rows)}\n"]
-    parts = (peak_section, reduction_section, phase_section, generation_section)
-    parts += (
+    section_functions = (peak_section, reduction_section, phase_section, generation_section)
+    section_functions += (
         micro_batch_section,
         grpo_section,
         methods_section,
@@ -322,7 +322,7 @@ def memory_report(results: Path) -> None:
         blocks_section,
         spread_section,
     )
-    sections += [part(rows) for part in parts]
+    sections += [part(rows) for part in section_functions]
     (results / "memory.md").write_text("\n".join(sections), encoding="utf-8")
     titles = titles_in(rows)
     charts.peak_against_count(rows, titles, COUNTS, results / "peak_against_k.png")
@@ -335,7 +335,7 @@ def memory_report(results: Path) -> None:
 
 
 def main() -> None:
-    """Write the pages whose results are there."""
+    """Write the pages whose results are available."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
     results = parser.parse_args().results

@@ -1,4 +1,4 @@
-"""What one measured piece of work is, how it is run in its environment, and where results stay."""
+"""Measured work: its description, how it runs in its environment, and the store of results."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GROUPS = {"OnlineDPO": 2, "PPO": 1}  # completions of a prompt, where they are n
 
 @dataclass(frozen=True)
 class Work:
-    """One run of one trainer; lengths in tokens."""
+    """A run of a trainer; lengths are in tokens."""
 
     trainer: str = field(default="this", metadata={"help": "this, or a peer such as trl-1.16.0"})
     algorithm: str = field(default="RLOO", metadata={"help": "RLOO, GRPO, OnlineDPO or PPO"})
@@ -60,24 +60,26 @@ class Work:
     explain: bool = field(default=False, metadata={"help": "name the largest blocks at the peak"})
 
     def identity(self) -> dict[str, Any]:
-        """What tells this work from other work: all that is not the default."""
+        """Return what identifies this work: all values that are not the default."""
         default = Work()
-        given = {k: v for k, v in asdict(self).items() if v != getattr(default, k)}
+        changed_fields = {k: v for k, v in asdict(self).items() if v != getattr(default, k)}
         for key in ("timeline", "explain"):  # how closely it was watched
-            given.pop(key, None)
-        return {"trainer": self.trainer} | given
+            changed_fields.pop(key, None)
+        return {"trainer": self.trainer} | changed_fields
 
     def arguments(self) -> list[str]:
-        """The command line that `work.py` reads."""
-        found: list[str] = []
+        """Return the command line for `work.py`."""
+        arguments: list[str] = []
         for name, value in asdict(self).items():
             flag = f"--{name.replace('_', '-')}"
-            found += ([flag] if value else []) if isinstance(value, bool) else [flag, str(value)]
-        return found
+            arguments += (
+                ([flag] if value else []) if isinstance(value, bool) else [flag, str(value)]
+            )
+        return arguments
 
 
 def parse_work(arguments: list[str], description: str | None) -> Work:
-    """Read a piece of work from the command line."""
+    """Read work from the command line."""
     parser = argparse.ArgumentParser(description=description)
     for part in fields(Work):
         flag, default = f"--{part.name.replace('_', '-')}", part.default
@@ -92,7 +94,7 @@ def parse_work(arguments: list[str], description: str | None) -> Work:
 def execute(
     work: Work, limit_gb: float = 0.0, timeout: float = 7200.0, trial: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Run a piece of work in its own process and environment.
+    """Run work in its own process and environment.
 
     Args:
         work (`Work`): what to run.
@@ -116,26 +118,29 @@ def execute(
         settings.setdefault("CUDA_VISIBLE_DEVICES", "0")  # with several, a trainer would use all
         settings.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # the same sums in every run
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command, env=settings, capture_output=True, text=True, timeout=timeout, cwd=ROOT
         )
     except subprocess.TimeoutExpired:
         return {"error": f"no result after {timeout:.0f} seconds"}
-    lines = [line for line in done.stdout.splitlines() if line.startswith('{"peak"')]
+    lines = [line for line in process.stdout.splitlines() if line.startswith('{"peak"')]
     if lines:
         return json.loads(lines[-1])
-    return {"error": " | ".join(done.stderr.strip().splitlines()[-3:]) or f"exit {done.returncode}"}
+    return {
+        "error": " | ".join(process.stderr.strip().splitlines()[-3:])
+        or f"exit {process.returncode}"
+    }
 
 
 class Identified(Protocol):
-    """What was measured: a `Work`, or anything else that has a name."""
+    """A `Work`, or anything else that a row can identify."""
 
     def identity(self) -> dict[str, Any]:
-        """What tells it from others."""
+        """Return what identifies it."""
 
 
 class Store:
-    """Measured rows in a JSON file; each run is written as soon as it is there.
+    """Measured rows in a JSON file. Each run is written as soon as it is finished.
 
     A run says on which machine and with which commit it was made. One without either was made on
     the machine at the head of the file.
@@ -148,7 +153,7 @@ class Store:
         self.path = path
 
     def rows(self) -> list[dict[str, Any]]:
-        """All rows: `setting`, `work`, and `runs` or `skipped`."""
+        """Return all rows, with `setting`, `work`, and `runs` or `skipped`."""
         return self._read()["rows"]
 
     def _read(self) -> dict[str, Any]:
@@ -157,9 +162,9 @@ class Store:
         return json.loads(self.path.read_text(encoding="utf-8"))
 
     def find(self, setting: str, work: Identified) -> dict[str, Any] | None:
-        """The row of a setting and piece of work, if there is one."""
-        wanted = (setting, work.identity())
-        return next((r for r in self.rows() if (r["setting"], r["work"]) == wanted), None)
+        """Return the row of a setting and work, if there is one."""
+        key = (setting, work.identity())
+        return next((r for r in self.rows() if (r["setting"], r["work"]) == key), None)
 
     def add(self, setting: str, work: Identified, run: dict[str, Any]) -> None:
         """Append a run to its row; a later success replaces an error or a skipped row."""
@@ -170,11 +175,11 @@ class Store:
             if row is None:
                 row = {"setting": setting, "work": work.identity(), "runs": []}
                 rows.append(row)
-            made = {"machine": machine(), "commit": commit()}
-            row["runs"] = [r for r in row["runs"] if "peak" in r] + [run | made]
+            provenance = {"machine": machine(), "commit": commit()}
+            row["runs"] = [r for r in row["runs"] if "peak" in r] + [run | provenance]
 
     def drop(self, settings: set[str]) -> None:
-        """Forget all rows of some settings."""
+        """Remove all rows of some settings."""
         with self._locked() as rows:
             rows[:] = [row for row in rows if row["setting"] not in settings]
 
@@ -183,13 +188,13 @@ class Store:
         environments.BENCH.mkdir(exist_ok=True)
         with open(environments.BENCH / f"{self.path.stem}.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            found = self._read()
-            rows = found["rows"]
+            content = self._read()
+            rows = content["rows"]
             yield rows
             self.path.parent.mkdir(parents=True, exist_ok=True)
             lines = ",\n".join(json.dumps(row) for row in rows)
             fresh = self.path.with_suffix(".new")
-            machine_line = json.dumps(found.get("machine", machine()))
+            machine_line = json.dumps(content.get("machine", machine()))
             fresh.write_text(
                 f'{{"machine": {machine_line},\n"rows": [\n{lines}\n]}}\n', encoding="utf-8"
             )
@@ -197,26 +202,29 @@ class Store:
 
 
 def peak_of(row: dict[str, Any] | None) -> int | None:
-    """The middle of a row's peaks in bytes, or None if it has none."""
+    """Return the median of a row's peaks in bytes; None if it has none."""
     peaks = [run["peak"] for run in (row or {}).get("runs", []) if "peak" in run]
     return int(median(peaks)) if peaks else None
 
 
 def spread_of(values: list[float]) -> tuple[float, float, float]:
-    """Middle, lowest and highest of some values."""
+    """Return the median, the lowest and the highest value."""
     return median(values), min(values), max(values)
 
 
 @cache
 def commit() -> str:
-    """The commit of this project, marked where the package or a benchmark differs from it."""
-    parts = [str(ROOT / "trl"), str(Path(__file__).parent)]
+    """Return the commit of this project, marked if the package or a benchmark was changed since."""
+    paths = [str(ROOT / "trl"), str(Path(__file__).parent)]
     try:
         name, changes = (
             subprocess.run(
-                ["git", *words], cwd=ROOT, capture_output=True, text=True, check=True
+                ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True
             ).stdout.strip()
-            for words in (["rev-parse", "--short=12", "HEAD"], ["status", "--porcelain", *parts])
+            for arguments in (
+                ["rev-parse", "--short=12", "HEAD"],
+                ["status", "--porcelain", *paths],
+            )
         )
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
@@ -225,7 +233,7 @@ def commit() -> str:
 
 @cache
 def machine() -> dict[str, Any]:
-    """Processor, cores and memory of this machine."""
+    """Describe processor, cores and memory of this machine."""
     name = platform.processor() or platform.machine()
     cpu = Path("/proc/cpuinfo")
     if cpu.exists():
@@ -234,5 +242,5 @@ def machine() -> dict[str, Any]:
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     system = f"{platform.system()} {platform.machine()}"
     python = ".".join(map(str, sys.version_info[:3]))
-    found = {"cpu": name, "cores": os.cpu_count(), "memory_gb": round(pages / 1e9)}
-    return found | {"system": system, "python": python}
+    description = {"cpu": name, "cores": os.cpu_count(), "memory_gb": round(pages / 1e9)}
+    return description | {"system": system, "python": python}

@@ -1,4 +1,4 @@
-"""Real shortage of memory: a trainer that recovers against one that had small pieces at once.
+"""Compare a trainer that recovers from running out of memory with one with small chunks.
 
 Three processes train alike: one without a limit, one that may hold only a share of what the first
 one held, and one without a limit whose phases begin with the pieces that the second one ended with.
@@ -18,7 +18,7 @@ SHARE = 0.6  # of the peak: what the second process may hold
 
 
 class Trial:
-    """What is done to a trainer of this project beside measuring it.
+    """Changes to a trainer of this project, besides measuring it.
 
     Args:
         trainer: of this project, if anything is asked for.
@@ -35,14 +35,14 @@ class Trial:
             self._before = self._weights()
 
     def begin(self) -> None:
-        """Set pieces and limit, just before training."""
+        """Set chunk sizes and the memory limit, just before training."""
         for name, rows in self._asked.get("pieces", {}).items():
             self._trainer.phases.batches[name].size = rows
         if "room" in self._asked:
             limit(self._asked["room"], self._trainer.args.device)
 
     def end(self) -> dict[str, Any]:
-        """Lift the limit; how often each phase ran out of memory, and its rows at the end."""
+        """Remove the limit; return how often each phase ran out of memory, and its final rows."""
         if not self._asked:
             return {}
         resource.setrlimit(resource.RLIMIT_DATA, self._limits)
@@ -50,10 +50,10 @@ class Trial:
         changes = {name: value - self._before[name] for name, value in after.items()}
         torch.save(changes, self._asked["changes"])
         batches = self._trainer.phases.batches
-        pieces = {name: batches[name] for name in ("generation", "scoring", "training")}
+        row_counts = {name: batches[name] for name in ("generation", "scoring", "training")}
         return {
-            "failures": {name: piece.failures for name, piece in pieces.items()},
-            "pieces": {name: piece.size for name, piece in pieces.items() if piece.size},
+            "failures": {name: piece.failures for name, piece in row_counts.items()},
+            "pieces": {name: piece.size for name, piece in row_counts.items() if piece.size},
         }
 
     def _weights(self) -> dict[str, torch.Tensor]:
@@ -62,16 +62,16 @@ class Trial:
 
 
 def limit(room: int, device: torch.device) -> None:
-    """Let this process hold at most `room` more bytes than it does."""
+    """Limit the memory of this process to `room` more bytes than it holds."""
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         most = torch.cuda.memory_allocated(device) + room
         torch.cuda.set_per_process_memory_fraction(min(1.0, most / total), device)
         return
     status = Path("/proc/self/status").read_text(encoding="utf-8")
-    held = next(int(x.split()[1]) for x in status.splitlines() if x.startswith("VmData:"))
+    held_kib = next(int(x.split()[1]) for x in status.splitlines() if x.startswith("VmData:"))
     highest = resource.getrlimit(resource.RLIMIT_DATA)[1]  # left, so that `end` can go back
-    resource.setrlimit(resource.RLIMIT_DATA, (held * 1024 + room, highest))
+    resource.setrlimit(resource.RLIMIT_DATA, (held_kib * 1024 + room, highest))
 
 
 def recovered(work: Work, share: float = SHARE) -> dict[str, Any]:
@@ -94,11 +94,11 @@ def recovered(work: Work, share: float = SHARE) -> dict[str, Any]:
         small = execute(work, trial={"changes": paths[2], "pieces": short["pieces"]})
         if "error" in small:
             return small
-        found = {"room": room, "whole": whole["peak"], "small": small["peak"]}
-        return short | found | {"difference": difference(*map(torch.load, paths[1:]))}
+        result = {"room": room, "whole": whole["peak"], "small": small["peak"]}
+        return short | result | {"difference": difference(*map(torch.load, paths[1:]))}
 
 
 def difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
-    """The largest difference of two changes of weights, over the largest change."""
+    """Return the largest difference of two weight changes, relative to the largest change."""
     apart = max(float((a[name] - b[name]).abs().max()) for name in b)
     return apart / max(float(change.abs().max()) for change in b.values())

@@ -1,4 +1,4 @@
-"""What completions of a prompt have in common beyond it: writes docs/benchmarks/siblings.md.
+"""Measure the prefixes that completions of a prompt share: writes docs/benchmarks/siblings.md.
 
 A token is in common with a sibling if all tokens before it are the same too: a tree of the
 completions would compute it once. SmolLM2-135M-Instruct answers prompts of several kinds.
@@ -38,13 +38,13 @@ TEMPERATURES = (1.0, 0.7)
 
 
 def distinct(rows: list[list[int]]) -> int:
-    """Nodes of the tree of the rows: the tokens that have to be computed."""
+    """Count the nodes of the prefix tree of the rows: the tokens that must be computed."""
     return len({tuple(row[: end + 1]) for row in rows for end in range(len(row))})
 
 
 def shares(backend: TransformersBackend, tokenizer, limit: int) -> dict[tuple, tuple[int, int]]:
-    """(tokens, distinct tokens) of the completions of each prompt, count and temperature."""
-    found = {}
+    """Return (tokens, distinct tokens) of completions, by prompt, count and temperature."""
+    shares_by_case = {}
     for kind, text in PROMPTS.items():
         chat = [{"role": "user", "content": text}]
         ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
@@ -58,9 +58,11 @@ def shares(backend: TransformersBackend, tokenizer, limit: int) -> dict[tuple, t
                 )
                 prompts = Prompts(messages=[chat] * count, token_ids=[ids] * count)
                 rows = backend.generate(prompts, sampling, count).completion_ids
-                found[kind, count, temperature] = sum(map(len, rows)), distinct(rows)
-                print(kind, count, temperature, found[kind, count, temperature], flush=True)
-    return found
+                shares_by_case[kind, count, temperature] = sum(map(len, rows)), distinct(rows)
+                print(
+                    kind, count, temperature, shares_by_case[kind, count, temperature], flush=True
+                )
+    return shares_by_case
 
 
 def main() -> None:
@@ -78,10 +80,10 @@ def main() -> None:
     backend = TransformersBackend(
         lambda: nullcontext(model), pad_id=tokenizer.pad_token_id, device=model.device
     )
-    found = shares(backend, tokenizer, options.tokens)
+    shares_by_case = shares(backend, tokenizer, options.tokens)
     cells = [(count, temperature) for count in COUNTS for temperature in TEMPERATURES]
-    saved = {key: 1 - few / all_of for key, (all_of, few) in found.items()}
-    lengths = {kind: fmean(found[kind, c, t][0] / c for c, t in cells) for kind in PROMPTS}
+    saved = {key: 1 - few / all_of for key, (all_of, few) in shares_by_case.items()}
+    lengths = {kind: fmean(shares_by_case[kind, c, t][0] / c for c, t in cells) for kind in PROMPTS}
     table = [
         [kind, f"{lengths[kind]:.0f}", *(f"{100 * saved[kind, *cell]:.1f}" for cell in cells)]
         for kind in PROMPTS

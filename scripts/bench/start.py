@@ -1,4 +1,4 @@
-"""Seconds until supervised fine-tuning begins, beside other releases: printed, kept nowhere.
+"""Print the seconds until supervised fine-tuning begins, compared with other releases.
 
 Texts of 300 words, a byte-level BPE tokenizer of 16,384 entries, default options, all cores.
 "constructor" is that of the trainer on 2,000 rows, whose tokens no cache has; "one core" is the
@@ -30,13 +30,13 @@ WORDS = 300
 
 
 def vocabulary() -> list[str]:
-    """Words of the standard library's sources."""
+    """Return the words of the standard library's source files."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:120]
     return " ".join(file.read_text(errors="ignore") for file in files).split(" ")
 
 
-def tokenizer(words: list[str]) -> Any:
-    """A tokenizer that is trained on some words."""
+def tokenizer(texts: list[str]) -> Any:
+    """Train a tokenizer on texts."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -45,77 +45,77 @@ def tokenizer(words: list[str]) -> Any:
     core.decoder = decoders.ByteLevel()
     names = {"pad_token": "<pad>", "eos_token": "<eos>"}
     trainer = trainers.BpeTrainer(vocab_size=16_384, special_tokens=list(names.values()))
-    core.train_from_iterator([" ".join(words)], trainer)
+    core.train_from_iterator([" ".join(texts)], trainer)
     return PreTrainedTokenizerFast(tokenizer_object=core, **names)
 
 
-def measure(what: str, trainer: str) -> dict[str, float]:
-    """Seconds and processor seconds, in this process."""
+def measure(case: str, trainer: str) -> dict[str, float]:
+    """Return seconds and processor seconds, measured in this process."""
     from datasets import Dataset, disable_progress_bars
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     import trl
 
     disable_progress_bars()
-    words, draw = vocabulary(), random.Random(0)
-    chosen = tokenizer(words)
-    starts = [draw.randrange(len(words) - WORDS) for _ in range(ROWS[what] + 64)]
-    texts = [" ".join(words[start : start + WORDS]) for start in starts]
+    all_words, draw = vocabulary(), random.Random(0)
+    chosen = tokenizer(all_words)
+    starts = [draw.randrange(len(all_words) - WORDS) for _ in range(ROWS[case] + 64)]
+    texts = [" ".join(all_words[start : start + WORDS]) for start in starts]
     shape = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "head_dim": 32}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     model = Qwen3ForCausalLM(Qwen3Config(vocab_size=16_384, **shape, **heads))
-    given = {"use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no"}
-    given |= {"max_steps": 1, "disable_tqdm": True}
-    lazy = {"lazy_tokenization": True} if what == "first step" and trainer == "this" else {}
-    args = trl.SFTConfig(tempfile.mkdtemp(), **given, **lazy)
+    options = {"use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no"}
+    options |= {"max_steps": 1, "disable_tqdm": True}
+    lazy = {"lazy_tokenization": True} if case == "first step" and trainer == "this" else {}
+    args = trl.SFTConfig(tempfile.mkdtemp(), **options, **lazy)
 
     few, rows = (Dataset.from_dict({"text": part}) for part in (texts[:64], texts[64:]))
     # What is imported once is no part of the constructor.
     trl.SFTTrainer(model, args, train_dataset=few, processing_class=chosen)
     before = now()
-    made = trl.SFTTrainer(model, args, train_dataset=rows, processing_class=chosen)
+    trainer_to_measure = trl.SFTTrainer(model, args, train_dataset=rows, processing_class=chosen)
     after = now()
-    if what == "first step":
+    if case == "first step":
         mark = Mark()
-        made.add_callback(mark)
-        made.train()
+        trainer_to_measure.add_callback(mark)
+        trainer_to_measure.train()
         after = mark.after
     names = ("seconds", "processor")
     return {name: b - a for name, a, b in zip(names, before, after, strict=True)}
 
 
 def now() -> tuple[float, float]:
-    """The time, and that of all processors, children's included."""
+    """Return the wall-clock time, and the processor time including children."""
     return time.perf_counter(), sum(os.times()[:4])
 
 
 class Mark(TrainerCallback):
-    """Knows when an update was over."""
+    """Remembers when an update ended."""
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         """Remember the time."""
         self.after = now()
 
 
-def run(what: str, trainer: str) -> dict[str, float]:
-    """Measure in a process of its own, with a cache of its own."""
+def run(case: str, trainer: str) -> dict[str, float]:
+    """Measure in a separate process with its own cache."""
     paths = str(ROOT) if trainer == "this" else environments.site(trainer) or ""
     # Threads of the tokenizer are otherwise what users have who set nothing.
-    given = {k: v for k, v in os.environ.items() if k != "TOKENIZERS_PARALLELISM"}
-    given |= {"TOKENIZERS_PARALLELISM": "false"} if what == "one core" else {}
+    environment = {k: v for k, v in os.environ.items() if k != "TOKENIZERS_PARALLELISM"}
+    environment |= {"TOKENIZERS_PARALLELISM": "false"} if case == "one core" else {}
     with tempfile.TemporaryDirectory() as cache:
-        done = subprocess.run(
-            [environments.interpreter(trainer), __file__, "--case", what, "--trainer", trainer],
+        process = subprocess.run(
+            [environments.interpreter(trainer), __file__, "--case", case, "--trainer", trainer],
             stdout=subprocess.PIPE,
             check=True,
             text=True,
-            env=given | {"PYTHONPATH": paths, "HF_DATASETS_CACHE": cache},
+            env=environment | {"PYTHONPATH": paths, "HF_DATASETS_CACHE": cache},
         )
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 def main() -> None:
-    """Print a line for each measurement; the peer's, if its environment is there."""
+    """Print a line per measurement, including peers whose environment is installed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--case", choices=ROWS)
     parser.add_argument("--trainer", default="this", choices=("this", *PEERS))
@@ -125,13 +125,13 @@ def main() -> None:
         print(json.dumps(measure(options.case, options.trainer)))
         return
     peers = [peer for peer in PEERS if environments.site(peer) or environments.is_ready(peer)]
-    for what in options.only:
+    for case in options.only:
         for trainer in ["this", *peers]:
-            found = run(what, trainer)
-            speed = ROWS[what] / found["processor" if what == "one core" else "seconds"]
-            times = f"{found['seconds']:.2f} s, {found['processor']:.2f} s of processors"
+            result = run(case, trainer)
+            speed = ROWS[case] / result["processor" if case == "one core" else "seconds"]
+            times = f"{result['seconds']:.2f} s, {result['processor']:.2f} s of processors"
             print(
-                f"{what}, {ROWS[what]:,} rows, {trainer}: {times}, {speed:,.0f} rows/s", flush=True
+                f"{case}, {ROWS[case]:,} rows, {trainer}: {times}, {speed:,.0f} rows/s", flush=True
             )
     if missing := sorted({*PEERS} - {*peers}):
         print(f"Not installed: python scripts/bench/environments.py {' '.join(missing)}")

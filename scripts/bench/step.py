@@ -1,4 +1,4 @@
-"""Time of an optimizer step by phase: this project against the current peer, in turns.
+"""Measure the time of an optimizer step by phase, alternating with the current peer.
 
 Every run is its own process. The two trainers alternate, so that what else the machine does meets
 both alike, and each pair gives one ratio. Results go to docs/benchmarks/step.json as they come.
@@ -26,7 +26,7 @@ TRAINING = ("scoring", "forward", "backward", "optimizer")
 
 
 def works(scale: int, model: dict[str, Any], trainers: tuple[str, ...]) -> Iterator[list[Work]]:
-    """The works that are compared, one list for each algorithm and shape."""
+    """Return the compared works, in a list for each algorithm and shape."""
     for algorithm, beta in BETA.items():
         for prompt, completion, group in SHAPES:
             sizes = {"prompt": prompt // scale, "completion": completion // scale}
@@ -35,7 +35,7 @@ def works(scale: int, model: dict[str, Any], trainers: tuple[str, ...]) -> Itera
 
 
 def run_in_turns(store: Store, pair: list[Work], rounds: int) -> None:
-    """Add runs of each work by turns until all have `rounds`; an error ends the pair."""
+    """Run the works of a list in turn until all have `rounds` runs; an error ends the list."""
     for number in range(rounds):
         for work in pair:
             if successes(store, work) > number:
@@ -49,30 +49,30 @@ def run_in_turns(store: Store, pair: list[Work], rounds: int) -> None:
 
 
 def successes(store: Store, work: Work) -> int:
-    """How many runs of a work are there."""
+    """Return the number of successful runs of a work."""
     row = store.find(work.trainer, work)
     return sum("peak" in run for run in row["runs"]) if row else 0
 
 
 def sizes_of(work: Work) -> str:
-    """Prompt, completion and completions of a work."""
+    """Format prompt length, completion length and completions of a work."""
     return f"{work.prompt}/{work.completion}/{work.completions}"
 
 
 def phase_seconds(run: dict[str, Any], clock: str = "seconds") -> dict[str, float]:
-    """Seconds of a step by phase: the middle of the steps after the first.
+    """Return the seconds of a step by phase: the median over the steps after the first.
 
     `training` is scoring, forward, backward and optimizer together; `total` is the whole step.
     """
     steps = [step[clock] for step in run["steps"][1:] or run["steps"]]
     phases = sorted({name for step in steps for name in step})
-    found = {name: median(step.get(name, 0.0) for step in steps) for name in phases}
+    medians = {name: median(step.get(name, 0.0) for step in steps) for name in phases}
     training = [sum(step.get(name, 0.0) for name in TRAINING) for step in steps]
-    return found | {"training": median(training), "total": median(sum(s.values()) for s in steps)}
+    return medians | {"training": median(training), "total": median(sum(s.values()) for s in steps)}
 
 
 def main() -> None:
-    """Measure on this machine's processor what is not there yet."""
+    """Measure on the CPU what the results file lacks."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="runs of each trainer (default 3)")
     parser.add_argument("--scale", type=int, default=CPU_SCALE, help="divides all lengths")

@@ -15,7 +15,7 @@ TOKENS = ("generation", "scoring", "forward")
 
 
 def pairs(rows: list[dict[str, Any]]) -> list[tuple[Work, list[Any], list[Any]]]:
-    """For each work: the runs of this project and those of the peer."""
+    """Return, for each work, the runs of this project and of the peer."""
     runs: dict[Work, dict[str, list[Any]]] = {}
     for row in rows:
         if row["setting"] not in NAMES:
@@ -27,7 +27,7 @@ def pairs(rows: list[dict[str, Any]]) -> list[tuple[Work, list[Any], list[Any]]]
 
 
 def ratio_line(work: Work, ours: list[Any], theirs: list[Any]) -> list[str]:
-    """A line of the table of ratios: times, peak and tokens."""
+    """Make a row of the table of ratios: times, peak and tokens."""
     line = [f"{work.algorithm} {work.prompt}/{work.completion}/{work.completions}"]
     for part in ("training", "generation", "total"):
         a, b = ([phase_seconds(run).get(part, 0.0) for run in runs] for runs in (ours, theirs))
@@ -41,7 +41,7 @@ def ratio_line(work: Work, ours: list[Any], theirs: list[Any]) -> list[str]:
 
 
 def detail_lines(work: Work, runs: list[Any], name: str) -> list[str]:
-    """A line of the table of phases: seconds, tokens a second, peak."""
+    """Make rows of the table of phases: seconds, tokens per second, peak."""
     timed = sorted((phase_seconds(run) for run in runs), key=lambda t: t["total"])
     middle = timed[len(timed) // 2]
     tokens = work.completions * (work.prompt + work.completion)
@@ -52,20 +52,20 @@ def detail_lines(work: Work, runs: list[Any], name: str) -> list[str]:
     return [f"{sizes}, {NAMES[name]}", *seconds, *(f"{rate:,.0f}" for rate in rates), peak]
 
 
-def tables(found: list[tuple[Work, list[Any], list[Any]]]) -> str:
-    """Ratios, then seconds by phase."""
+def tables(run_pairs: list[tuple[Work, list[Any], list[Any]]]) -> str:
+    """Make the tables of ratios and of seconds by phase."""
     headers = ["peer / this project", "scoring + training", "generation", "whole step"]
     headers += ["scoring + training, processor seconds", "peak", "tokens computed"]
-    text = markdown(headers, [ratio_line(*pair) for pair in found])
+    text = markdown(headers, [ratio_line(*pair) for pair in run_pairs])
     lines = []
-    for work, ours, theirs in found:
+    for work, ours, theirs in run_pairs:
         lines += [detail_lines(work, ours, "this"), detail_lines(work, theirs, PEER)]
     rates = ["tokens/s, scoring + training", "tokens/s, whole step", "peak MB"]
     return f"{text}\n\nSeconds of one step:\n\n" + markdown(["", *PHASES, "total", *rates], lines)
 
 
 def method() -> str:
-    """How step times are measured."""
+    """Describe how step times are measured."""
     return f"""Each run is a process of {STEPS} optimizer steps; the first warms up, and the median
 of the others counts. The two trainers alternate; each pair of runs gives one ratio, and the table
 shows the median with the lowest and the highest. Above 1, this project is faster or smaller. One
@@ -80,8 +80,8 @@ defaults.
 def step_page(results: Path) -> None:
     """Write step.md from step.json."""
     data = json.loads((results / "step.json").read_text(encoding="utf-8"))
-    found = pairs(data["rows"])
-    scale = SHAPES[0][0] // max(work.prompt for work, *_ in found)
+    run_pairs = pairs(data["rows"])
+    scale = SHAPES[0][0] // max(work.prompt for work, *_ in run_pairs)
     text = f"""# Time of an optimizer step
 
 Made by `make bench-step` and `make bench-report`. Results are part of the repository:
@@ -93,8 +93,8 @@ Made by `make bench-step` and `make bench-report`. Results are part of the repos
 The model is a random Qwen3 of 4 layers and hidden size 256 with vocabulary
 {CPU_MODEL["vocabulary"]:,}. Lengths of 2048/256, 512/512 and 64/1024 are divided by {scale}.
 """
-    for vocabulary in sorted({work.vocabulary for work, *_ in found}, reverse=True):
-        chosen = [pair for pair in found if pair[0].vocabulary == vocabulary]
+    for vocabulary in sorted({work.vocabulary for work, *_ in run_pairs}, reverse=True):
+        chosen = [pair for pair in run_pairs if pair[0].vocabulary == vocabulary]
         text += f"\n## Vocabulary {vocabulary:,}\n\n"
         if vocabulary != CPU_MODEL["vocabulary"]:
             text += "The peer's head is slow on a CPU; with few entries, the rest shows.\n\n"

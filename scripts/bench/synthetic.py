@@ -38,12 +38,12 @@ KINDS = {
 
 
 def make_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
-    """One token for each word w0, w1, ...; its end token lies outside the model's vocabulary.
+    """Make a tokenizer with a token for each word w0, w1, ..., and an end token the model lacks.
 
     So no completion ends before its length limit, whatever is sampled.
     """
-    words = {f"w{i}": i for i in range(vocabulary + 1)}
-    core = Tokenizer(models.WordLevel(words, unk_token="w1"))
+    token_ids = {f"w{i}": i for i in range(vocabulary + 1)}
+    core = Tokenizer(models.WordLevel(token_ids, unk_token="w1"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
         tokenizer_object=core,
@@ -55,7 +55,7 @@ def make_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
 
 
 def make_kind(kind: str, vocabulary: int, positions: int) -> transformers.PreTrainedModel:
-    """A random model of four layers in float32, of one of `KINDS`."""
+    """Make a random model of four layers in float32, of one of `KINDS`."""
     config, model, sizes = KINDS[kind]
     common = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 4}
     common |= {"num_attention_heads": 4, "max_position_embeddings": positions, "pad_token_id": 0}
@@ -68,7 +68,7 @@ def make_kind(kind: str, vocabulary: int, positions: int) -> transformers.PreTra
 def make_model(
     shape: str, vocabulary: int, positions: int, seed: int = 0
 ) -> transformers.PreTrainedModel:
-    """A random Qwen3 in float32, or one of `KINDS`."""
+    """Make a random Qwen3 in float32, or a model of one of `KINDS`."""
     if shape in KINDS:
         return make_kind(shape, vocabulary, positions)
     hidden, intermediate, layers, heads, groups, width, tied = SHAPES[shape]
@@ -91,17 +91,17 @@ def make_model(
 
 
 def save(folder: Path, shape: str, vocabulary: int, positions: int) -> Path:
-    """Write model and tokenizer as a checkpoint, unless they are there."""
-    done = folder / ".complete"
-    if not done.exists():
+    """Write model and tokenizer as a checkpoint, unless it exists."""
+    marker = folder / ".complete"
+    if not marker.exists():
         make_model(shape, vocabulary, positions).save_pretrained(folder)
         make_tokenizer(vocabulary).save_pretrained(folder)
-        done.touch()
+        marker.touch()
     return folder
 
 
 def prompts(count: int, length: int, vocabulary: int, ragged: bool = False) -> list[str]:
-    """Different prompts of exactly `length` tokens, or of half to all of them."""
+    """Make different prompts of exactly `length` tokens, or of at least half of them."""
     draw = random.Random(0)
     lengths = [draw.randint(length // 2, length) if ragged else length for _ in range(count)]
     return [" ".join(f"w{draw.randrange(2, vocabulary)}" for _ in range(n)) for n in lengths]

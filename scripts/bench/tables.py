@@ -1,4 +1,4 @@
-"""Markdown tables of measured rows; nothing here measures or draws."""
+"""Markdown tables of measured rows."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ PHASES = ("generation", "scoring", "forward", "backward", "optimizer", "other")
 
 
 def markdown(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table; all columns but the first are aligned to the right."""
+    """Format a table; all columns but the first are aligned to the right."""
     lines = [headers, ["---"] + ["---:"] * (len(headers) - 1), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def megabytes(value: float | None) -> str:
-    """Bytes as MB (1e6 bytes), or a dash."""
+    """Format bytes as MB (1e6 bytes); a dash for None."""
     return "-" if value is None else f"{value / 1e6:,.0f}"
 
 
 def times(value: float | None) -> str:
-    """A ratio with two digits, or a dash."""
+    """Format a ratio with two decimals; a dash for None."""
     return "-" if value is None else f"{value:.2f}"
 
 
 def divided(a: float | None, b: float | None) -> float | None:
-    """a / b, or None where one is missing."""
+    """Return a / b; None if one of them is missing."""
     return None if a is None or b is None else a / b
 
 
 def provenance(data: dict[str, Any]) -> str:
-    """The machines and the commits of this project with which the runs of a file were made.
+    """Describe the machines and the commits of the runs in a file.
 
     Runs without a machine of their own were made on that of the file.
     """
@@ -42,8 +42,8 @@ def provenance(data: dict[str, Any]) -> str:
     machines = Counter(_machine_line(run.get("machine", data.get("machine"))) for run in runs)
     commits = Counter(run.get("commit", "not recorded") for run in runs)
     text = "\n".join(f"Machine: {line} ({count} runs)." for line, count in machines.items())
-    found = [[name, str(count)] for name, count in commits.items()]
-    return f"{text}\n\n{markdown(['commit of this project', 'runs'], found)}"
+    commit_rows = [[name, str(count)] for name, count in commits.items()]
+    return f"{text}\n\n{markdown(['commit of this project', 'runs'], commit_rows)}"
 
 
 def _machine_line(machine: dict[str, Any] | None) -> str:
@@ -64,31 +64,31 @@ class Rows:
     all: list[Row]
 
     def find(self, setting: str, **work: Any) -> Row | None:
-        """The row of a setting whose work, beside trainer and options, is exactly this."""
+        """Return the row of a setting with exactly this work, except for trainer and options."""
         ignored = ("trainer", "options", "gpu_path", "steps", "vocabulary")
         for row in self.all:
-            given = {k: v for k, v in row["work"].items() if k not in ignored}
-            if row["setting"] == setting and given == work:
+            work_fields = {k: v for k, v in row["work"].items() if k not in ignored}
+            if row["setting"] == setting and work_fields == work:
                 return row
         return None
 
     def peaks(self, setting: str, **work: Any) -> list[int]:
-        """All measured peaks of a row in bytes."""
+        """Return all measured peaks of a row, in bytes."""
         row = self.find(setting, **normal(work))
         return [run["peak"] for run in row["runs"] if "peak" in run] if row else []
 
     def peak(self, setting: str, **work: Any) -> float | None:
-        """The middle of a row's peaks in bytes."""
-        found = self.peaks(setting, **work)
-        return median(found) if found else None
+        """Return the median of a row's peaks, in bytes."""
+        peaks = self.peaks(setting, **work)
+        return median(peaks) if peaks else None
 
     def run(self, setting: str, **work: Any) -> Row | None:
-        """The first successful run of a row."""
+        """Return the first successful run of a row."""
         row = self.find(setting, **normal(work))
         return next((run for run in row["runs"] if "peak" in run), None) if row else None
 
     def cell(self, setting: str, **work: Any) -> str:
-        """A peak in MB, or what is known in its place."""
+        """Format a peak in MB, or why there is none."""
         peak = self.peak(setting, **work)
         row = self.find(setting, **normal(work))
         if peak is not None or row is None:
@@ -100,18 +100,18 @@ class Rows:
         return f"(about {gigabytes * 1e3:,.0f})" if gigabytes else "-"
 
     def settings(self) -> set[str]:
-        """The names of all settings that have a successful run."""
+        """Return the settings that have a successful run."""
         return {row["setting"] for row in self.all if any("peak" in run for run in row["runs"])}
 
 
 def normal(work: dict[str, Any]) -> dict[str, Any]:
-    """A work as results files name it: without what is the default."""
+    """Return work as in results files: without default values."""
     defaults = {"prompt": 512, "completion": 53, "completions": 2}
     return {k: v for k, v in work.items() if defaults.get(k) != v}
 
 
 def peak_table(rows: Rows, titles: dict[str, str], counts: Sequence[int], **shape: int) -> str:
-    """Peaks in MB of one shape: a line for each setting, a column for each count."""
+    """Make a table of peaks in MB of one shape, with a row per setting and a column per count."""
     lines = [
         [title, *(rows.cell(name, completions=count, **shape) for count in counts)]
         for name, title in titles.items()
@@ -121,7 +121,7 @@ def peak_table(rows: Rows, titles: dict[str, str], counts: Sequence[int], **shap
 
 
 def growth_table(rows: Rows, titles: dict[str, str], **shape: int) -> str:
-    """How the peak grows with the number of completions."""
+    """Make a table of how the peak grows with the number of completions."""
     lines = []
     for name, title in titles.items():
         peaks = {k: rows.peak(name, completions=k, **shape) for k in (2, 16, 64)}
@@ -133,7 +133,7 @@ def growth_table(rows: Rows, titles: dict[str, str], **shape: int) -> str:
 def reduction_table(
     rows: Rows, titles: dict[str, str], bases: dict[str, tuple[str, float]], **work: int
 ) -> str:
-    """How many times less than each base a setting holds.
+    """Make a table of how many times less memory than each base a setting takes.
 
     Args:
         rows: what was measured.
@@ -156,26 +156,28 @@ def _scaled(value: float | None, factor: float) -> float | None:
     return None if value is None else value * factor
 
 
-def phase_table(rows: Rows, titles: dict[str, str], what: str, **work: Any) -> str:
-    """Peaks (`phase_peaks`), tokens or seconds of one optimizer step by phase."""
-    show = {"phase_peaks": megabytes, "tokens": _count, "cpu_seconds": lambda v: f"{v:,.1f}"}[what]
-    phases = [p for p in PHASES if what != "tokens" or p in ("generation", "scoring", "forward")]
+def phase_table(rows: Rows, titles: dict[str, str], column: str, **work: Any) -> str:
+    """Make a table of peaks (`phase_peaks`), tokens or seconds of an optimizer step by phase."""
+    show = {"phase_peaks": megabytes, "tokens": _count, "cpu_seconds": lambda v: f"{v:,.1f}"}[
+        column
+    ]
+    phases = [p for p in PHASES if column != "tokens" or p in ("generation", "scoring", "forward")]
     lines = []
     for name, title in titles.items():
         run = rows.run(name, **work)
         if run is None:
             continue
-        values = [of_a_step(run, what).get(phase, 0) for phase in phases]
-        total = max(values) if what == "phase_peaks" else sum(values)
+        values = [of_a_step(run, column).get(phase, 0) for phase in phases]
+        total = max(values) if column == "phase_peaks" else sum(values)
         lines.append([title, *map(show, values), show(total)])
-    last = "peak" if what == "phase_peaks" else "total"
+    last = "peak" if column == "phase_peaks" else "total"
     return markdown(["", *phases, last], lines)
 
 
 def phase_peak_table(
     rows: Rows, titles: dict[str, str], counts: Sequence[int], phase: str, **shape: int
 ) -> str:
-    """Peaks in MB of one phase: a line for each setting, a column for each count."""
+    """Make a table of peaks in MB of a phase, with a row per setting and a column per count."""
     lines = []
     for name, title in titles.items():
         runs = [rows.run(name, completions=count, **shape) for count in counts]
@@ -185,9 +187,9 @@ def phase_peak_table(
     return markdown(["MB", *(f"k = {count}" for count in counts)], lines)
 
 
-def of_a_step(run: Row, what: str) -> dict[str, float]:
-    """Peaks of all steps, or what the last step counted: the first one also warms up."""
-    return run[what] if what == "phase_peaks" else run["steps"][-1][what]
+def of_a_step(run: Row, column: str) -> dict[str, float]:
+    """Return peaks of all steps, or counts of the last step. The first step also warms up."""
+    return run[column] if column == "phase_peaks" else run["steps"][-1][column]
 
 
 def _count(value: float) -> str:
@@ -195,6 +197,6 @@ def _count(value: float) -> str:
 
 
 def ratio_with_spread(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float, float]:
-    """Middle, lowest and highest of theirs / ours, taken pair by pair."""
+    """Format the median and the range of theirs / ours, pair by pair."""
     ratios = [b / a for a, b in zip(ours, theirs, strict=False)]
     return median(ratios), min(ratios), max(ratios)

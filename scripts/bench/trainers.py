@@ -1,4 +1,4 @@
-"""Builds each trainer for the same work, through its public interface alone."""
+"""Build each trainer for the same work, through its public interface only."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ TRUNCATED_TO = 1024  # tokens, in the string-level proposal
 
 
 class StepMarks(TrainerCallback):
-    """Takes the meter's totals at the end of every optimizer step."""
+    """Records the meter's totals at the end of every optimizer step."""
 
     def __init__(self, meter: Meter):
         self._meter = meter
         self._marks: list[dict[str, dict[str, float]]] = []
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Remember the totals."""
+        """Record the totals."""
         self._marks.append(self._meter.totals())
 
     def each(self) -> list[dict[str, dict[str, float]]]:
-        """Seconds, processor seconds, tokens and forward passes of each step, by phase."""
+        """Return seconds, processor seconds, tokens and forward passes of each step, by phase."""
         befores = [{name: {} for name in mark} for mark in self._marks[:1]] + self._marks
         return [
             {name: _difference(after[name], before[name]) for name in after}
@@ -54,7 +54,7 @@ def _difference(after: dict[str, float], before: dict[str, float]) -> dict[str, 
 
 
 def reward(completions: Any, **_: Any) -> list[float]:
-    """A different reward for each completion, so that every row has an advantage."""
+    """Give each completion a different reward, so that every row has an advantage."""
     return [float(i) for i in range(len(completions))]
 
 
@@ -64,7 +64,7 @@ def level_reward(completions: Any, **_: Any) -> list[float]:
 
 
 def build(work: Work, meter: Meter) -> tuple[Any, dict[str, Any]]:
-    """Make the trainer of some work.
+    """Build the trainer for a work.
 
     Returns:
         The trainer, and the options of the work that its configuration knows.
@@ -91,12 +91,12 @@ def build(work: Work, meter: Meter) -> tuple[Any, dict[str, Any]]:
 
 
 def group_size(work: Work) -> int:
-    """Completions of a prompt."""
+    """Return the completions per prompt."""
     return GROUPS.get(work.algorithm, work.completions)
 
 
 def shared_options(work: Work) -> dict[str, Any]:
-    """Options that every trainer takes; names that a release lacks are left out later."""
+    """Return options for every trainer. Options that a release lacks are removed later."""
     rows = work.micro_batch or work.completions
     return {
         "output_dir": tempfile.mkdtemp(prefix="bench-"),
@@ -120,13 +120,13 @@ def shared_options(work: Work) -> dict[str, Any]:
 
 
 def known(config_class: type, options: dict[str, Any]) -> dict[str, Any]:
-    """Those options that a configuration has."""
+    """Return those options that a configuration has."""
     names = {part.name for part in dataclasses.fields(config_class)}
     return {name: value for name, value in options.items() if name in names}
 
 
 def grouped(work: Work, path: str, groups: list[str]) -> tuple[Any, dict[str, Any]]:
-    """A trainer that is given groups: trl 0.22 and later, and this project."""
+    """Build a trainer that forms groups itself: trl 0.22 and later, and this project."""
     home: Any = trl
     if work.algorithm == "OnlineDPO" and work.trainer != "this":
         home = importlib.import_module("trl.experimental.online_dpo")
@@ -145,30 +145,30 @@ def grouped(work: Work, path: str, groups: list[str]) -> tuple[Any, dict[str, An
         options |= {"reward_dry_run": False}
     elif work.algorithm == "OnlineDPO":  # of which RLOO says neither
         options |= {"max_new_tokens": work.completion, "max_length": work.prompt + work.completion}
-    given: dict[str, Any] = {"reward_funcs": level_reward if work.level else reward}
+    arguments: dict[str, Any] = {"reward_funcs": level_reward if work.level else reward}
     if work.algorithm == "PPO":
-        given = {"reward_funcs": classifier(path), "value_model": classifier(path)}
+        arguments = {"reward_funcs": classifier(path), "value_model": classifier(path)}
     if work.lora:
         from peft import LoraConfig
 
-        given |= {"peft_config": LoraConfig(r=16, target_modules="all-linear")}
+        arguments |= {"peft_config": LoraConfig(r=16, target_modules="all-linear")}
     trainer = getattr(home, f"{work.algorithm}Trainer")(
         model=path,
         args=config_class(**known(config_class, options | chosen)),
         train_dataset=Dataset.from_dict({"prompt": groups}),
         processing_class=AutoTokenizer.from_pretrained(path, padding_side="left"),
-        **given,
+        **arguments,
     )
     return trainer, chosen
 
 
 def classifier(path: str) -> Any:
-    """A sequence classifier with one label on the model of a folder."""
+    """Load the model in a folder as a sequence classifier with one label."""
     return AutoModelForSequenceClassification.from_pretrained(path, num_labels=1)
 
 
 def episode_options(work: Work) -> dict[str, Any]:
-    """Options of the older trainers, which count episodes."""
+    """Return options of the older trainers, which count episodes."""
     return shared_options(work) | {
         "total_episodes": work.completions * work.steps,
         "num_ppo_epochs": 1,  # one optimizer step for each rollout, as the others
@@ -179,7 +179,7 @@ def episode_options(work: Work) -> dict[str, Any]:
 
 
 def with_four_models(work: Work, path: str, groups: list[str]) -> tuple[Any, dict[str, Any]]:
-    """PPO of trl 0.22: policy, reference, rewards and values, and prompts as token ids."""
+    """Build PPO of trl 0.22, with policy, reference, reward and value models."""
     tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
     policy, reference = (AutoModelForCausalLM.from_pretrained(path) for _ in range(2))
     chosen = known(trl.PPOConfig, json.loads(work.options))
@@ -198,7 +198,7 @@ def with_four_models(work: Work, path: str, groups: list[str]) -> tuple[Any, dic
 
 
 def token_level(work: Work, path: str, groups: list[str]) -> tuple[Any, dict[str, Any]]:
-    """The trainer of trl 0.20, which is given token ids and repeats them."""
+    """Build the trainer of trl 0.20, which takes token ids and repeats them."""
     tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
     policy, reference = (AutoModelForCausalLM.from_pretrained(path) for _ in range(2))
     chosen = known(trl.RLOOConfig, json.loads(work.options))
@@ -223,7 +223,7 @@ def token_level(work: Work, path: str, groups: list[str]) -> tuple[Any, dict[str
 
 
 class RepeatedStrings:
-    """The proposal's way to repeat prompts: decode, repeat the strings, tokenize them again.
+    """Repeats prompts as the proposal does: decode, repeat the strings, tokenize them again.
 
     Args:
         tokenizer: of the policy.
@@ -235,7 +235,7 @@ class RepeatedStrings:
         self._tokenizer, self._times, self._longest = tokenizer, times, longest
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        """Make a batch in which every prompt already stands `times` times."""
+        """Make a batch that holds every prompt `times` times."""
         texts = self._tokenizer.batch_decode([row["input_ids"] for row in rows])
         cut = {"truncation": True, "max_length": self._longest} if self._longest else {}
         encoded = self._tokenizer(texts * self._times, padding=True, return_tensors="pt", **cut)
@@ -243,7 +243,7 @@ class RepeatedStrings:
 
 
 class AlreadyRepeated(torch.Tensor):
-    """Token ids that the trainer need not repeat."""
+    """Token ids that are already repeated."""
 
     def repeat(self, *_: int) -> torch.Tensor:
         """Return the ids as they are."""

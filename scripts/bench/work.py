@@ -1,4 +1,4 @@
-"""Runs one piece of work with one trainer, and prints what it cost as one line of JSON.
+"""Run work with a trainer, and print its measurements as a line of JSON.
 
 It runs in any environment: it imports the trainer that is installed there.
 """
@@ -73,7 +73,7 @@ def measure(work: Work) -> dict[str, Any]:
 
 
 def leave_out(work: Work) -> contextlib.AbstractContextManager[Any]:
-    """What is not counted: copies that a GPU may not make, where its path is shown on a CPU."""
+    """Return what is not counted: copies that a GPU may not make, if its path runs on a CPU."""
     if not work.gpu_path:
         return contextlib.nullcontext()
     import gpu_path
@@ -82,7 +82,7 @@ def leave_out(work: Work) -> contextlib.AbstractContextManager[Any]:
 
 
 def rounded(totals: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
-    """Seconds to milliseconds, counts as whole numbers."""
+    """Round seconds to milliseconds, and counts to integers."""
     return {
         name: {k: round(v, 3) if "seconds" in name else int(v) for k, v in counted.items()}
         for name, counted in totals.items()
@@ -90,16 +90,16 @@ def rounded(totals: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
 
 
 def versions(work: Work) -> dict[str, str]:
-    """The versions that took part."""
-    found = {"trl": "this project"} if work.trainer == "this" else {}
+    """Return the versions of the packages involved."""
+    versions = {"trl": "this project"} if work.trainer == "this" else {}
     for package in ("trl", "torch", "transformers", "accelerate", "datasets"):
         with contextlib.suppress(PackageNotFoundError):
-            found.setdefault(package, version(package))
+            versions.setdefault(package, version(package))
     if work.device == "cuda":
         import torch
 
-        found["gpu"] = torch.cuda.get_device_name()
-    return found
+        versions["gpu"] = torch.cuda.get_device_name()
+    return versions
 
 
 if __name__ == "__main__":

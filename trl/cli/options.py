@@ -159,15 +159,11 @@ class _ModuleNames(dict[str, Any]):
                 if isinstance(expression, ast.Constant)
             }
             return enum.Enum(node.name, members)  # type: ignore[misc,return-value]
-        fields: list[Any] = []
-        for statement in node.body:
-            if isinstance(statement, ast.AnnAssign):
-                name = ast.unparse(statement.target)
-                annotation = self._evaluate(statement.annotation)
-                if statement.value is None:
-                    fields.append((name, annotation))
-                else:
-                    fields.append((name, annotation, self._evaluate(statement.value)))
+        fields = [
+            self._make_field(statement)
+            for statement in node.body
+            if isinstance(statement, ast.AnnAssign)
+        ]
         namespace: dict[str, Any] = {"__module__": self.module, "__doc__": ast.get_docstring(node)}
         if "legacy_options" in constants:
             legacy_options = self._evaluate(constants["legacy_options"])
@@ -183,6 +179,14 @@ class _ModuleNames(dict[str, Any]):
             repr=False,
             eq=False,
         )
+
+    def _make_field(self, statement: ast.AnnAssign) -> Any:
+        """Return name, type and default of a field, as `make_dataclass` takes them."""
+        name = ast.unparse(statement.target)
+        annotation = self._evaluate(statement.annotation)
+        if statement.value is None:
+            return name, annotation
+        return name, annotation, self._evaluate(statement.value)
 
 
 _names_of_module = cache(_ModuleNames)

@@ -234,6 +234,22 @@ def read_config(path: str) -> dict[str, Any]:
         OSError: there is no such file, or it is a folder.
         ValueError: the file is not UTF-8, is not a mapping, or has a key twice.
     """
+    config = _read_mapping(path)
+    environment = config.pop("env", {})
+    if not isinstance(environment, dict):
+        raise ValueError(f"env in {path} must be a mapping of names to values.")
+    os.environ.update({str(name): str(value) for name, value in environment.items()})
+    options: dict[str, Any] = {}
+    for key, value in config.items():
+        name = str(key).replace("-", "_")
+        if name in options:
+            raise ValueError(f"{path} has the key {name} twice, once with hyphens.")
+        options[name] = value
+    return options
+
+
+def _read_mapping(path: str) -> dict[Any, Any]:
+    """Read a YAML file that holds a mapping; an empty file is an empty mapping."""
     if Path(path).is_dir():
         raise IsADirectoryError(f"--config {path}: this is a folder; give a file in it.")
     if not Path(path).is_file():
@@ -248,17 +264,7 @@ def read_config(path: str) -> dict[str, Any]:
         raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}.") from None
     if not isinstance(config, dict):
         raise ValueError(f"{path} must be a mapping of option names to values.")
-    environment = config.pop("env", {})
-    if not isinstance(environment, dict):
-        raise ValueError(f"env in {path} must be a mapping of names to values.")
-    os.environ.update({str(name): str(value) for name, value in environment.items()})
-    options: dict[str, Any] = {}
-    for key, value in config.items():
-        name = str(key).replace("-", "_")
-        if name in options:
-            raise ValueError(f"{path} has the key {name} twice, once with hyphens.")
-        options[name] = value
-    return options
+    return config
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
