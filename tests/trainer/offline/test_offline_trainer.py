@@ -146,9 +146,13 @@ def tokenized(folder, rows, columns):
     return load_from_disk(path)
 
 
+POOLS = []  # in which buffers may lie until their trainers are collected
+
+
 def peak_of(call):
     """Most bytes that Python, numpy and Arrow held at once while a function ran."""
     pool, before = pa.proxy_memory_pool(pa.default_memory_pool()), pa.default_memory_pool()
+    POOLS.append(pool)
     pa.set_memory_pool(pool)
     tracemalloc.start()
     try:
@@ -210,3 +214,87 @@ def test_a_scaled_context_is_not_told_of(tmp_path, log):
         changes = {} if parameters is None else {"rope_parameters": parameters}
         make_trainer(tmp_path, rows, model=tiny_model(**changes), max_length=None)
         assert ("max_position_embeddings" in log.text) == told
+
+
+# --- Prepared datasets ---
+
+PREPARED = {
+    "sft": (make_trainer, {"input_ids", "labels", "origin"}),
+    "dpo": (dpo_runs.make_trainer, {"prompt_ids", "chosen_ids", "rejected_ids", "margin"}),
+    "kto": (
+        kto_runs.make_trainer,
+        {"prompt_ids", "completion_ids", "label", "kl_completion_ids"},
+    ),
+    "reward": (reward_runs.make_trainer, {"prompt_ids", "chosen_ids", "rejected_ids", "margin"}),
+}
+prepared_by_each = pytest.mark.parametrize(("runs", "columns"), PREPARED.values(), ids=PREPARED)
+
+
+@prepared_by_each
+@pytest.mark.parametrize("max_length", [64, 22])
+def test_a_prepared_dataset_is_one_of_datasets(tmp_path, runs, columns, max_length):
+    dataset = runs(tmp_path / "run", max_length=max_length).train_dataset
+    assert isinstance(dataset, Dataset)
+    assert {*dataset.column_names} == columns | {"source", "merged"}
+    first = dataset[0]
+    assert first.keys() == {*dataset.column_names} and first["source"] == 0
+    assert dataset[:2] == {name: [x[name] for x in (first, dataset[1])] for name in first}
+    assert dataset.select([1, 0])[1] == first
+    assert dataset.map(lambda row: {"n": row["source"] + 1})[0] == first | {"n": 1}
+    dataset.save_to_disk(tmp_path / "saved")
+    assert load_from_disk(tmp_path / "saved")[:] == dataset[:]
+
+
+@prepared_by_each
+@pytest.mark.parametrize("through_disk", [False, True])
+def test_a_prepared_dataset_is_taken_as_it_is(tmp_path, runs, columns, through_disk):
+    first = runs(tmp_path / "first", max_length=24)
+    data = first.train_dataset
+    if through_disk:
+        data.save_to_disk(tmp_path / "saved")
+        data = load_from_disk(tmp_path / "saved")
+    again = runs(tmp_path / "second", data, max_length=24)
+    assert again.train_dataset[:] == first.train_dataset[:]
+    for trainer in (first, again):
+        trainer.train()
+    assert torch.equal(weights(first.model), weights(again.model))
+    shorter = runs(tmp_path / "third", data.select(range(1, len(data))), max_length=20)
+    assert shorter.train_dataset["source"][0] > 0
+
+
+@pytest.mark.parametrize("is_lazy", [False, True])
+def test_lazy_datasets_and_streams_are_taken_again(tmp_path, is_lazy):
+    data = texts(12) if is_lazy else texts(12).to_iterable_dataset()
+    options = {"lazy_tokenization": is_lazy, "max_steps": 2, "per_device_train_batch_size": 4}
+    first = make_trainer(tmp_path / "first", data, **options)
+    again = make_trainer(tmp_path / "second", first.train_dataset, **options)
+    assert again.train_dataset is first.train_dataset
+    assert again.train_dataset.column_names == make_trainer(tmp_path).train_dataset.column_names
+    for trainer in (first, again):
+        trainer.train()
+    assert torch.equal(weights(first.model), weights(again.model))
+
+
+def test_a_prepared_dataset_is_evaluated_and_predicted(tmp_path):
+    trainer = make_trainer(tmp_path, eval_dataset={"a": texts(6), "b": texts(4)})
+    found = trainer.evaluate()
+    prepared = trainer.eval_dataset["b"]
+    assert trainer.evaluate(prepared)["eval_loss"] == found["eval_b_loss"]
+
+
+@pytest.mark.parametrize(
+    ("runs", "columns"),
+    [
+        (make_trainer, ["input_ids"]),
+        (dpo_runs.make_trainer, ["chosen_ids", "rejected_ids"]),
+        (kto_runs.make_trainer, ["prompt_ids", "completion_ids"]),
+    ],
+    ids=["sft", "dpo", "kto"],
+)
+def test_cutting_takes_no_memory_for_tokens(tmp_path, runs, columns):
+    few, many = 3_000, 5_000
+    peaks = []
+    for rows in (few, many):
+        data = tokenized(tmp_path, rows, columns)
+        peaks.append(peak_of(partial(runs, tmp_path, data, max_length=ROW // 2 + 20)))
+    assert peaks[1] - peaks[0] < 0.5 * (many - few) * ROW
