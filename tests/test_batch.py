@@ -65,6 +65,7 @@ def test_values_by_group(batch):
     assert batch.by_group(batch.columns["rewards"]).tolist() == [[0, 1], [2, 0], [3, 4]]
     assert batch.exists.tolist() == [[True, True], [True, False], [True, True]]
     assert batch.select_branch(0).columns["rewards"].tolist() == [0.0, 2.0, 3.0]
+    assert batch.by_row(torch.tensor([0.5, 1.5, 2.5])).tolist() == [0.5, 0.5, 1.5, 2.5, 2.5]
 
 
 def test_the_branch_of_lower_rank_is_better(batch):

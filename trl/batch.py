@@ -101,8 +101,8 @@ class Totals:
         return cls(
             tokens=tokens,
             rows=batch.loss_mask.any(1).sum(),
-            all_rows=torch.tensor(len(batch), device=tokens.device),
-            all_units=torch.tensor(len(batch.units), device=tokens.device),
+            all_rows=tokens.new_full((), len(batch)),
+            all_units=tokens.new_full((), len(batch.units)),
             groups=batch.group_mask.sum(),
             first_tokens=batch.loss_mask[batch.branch_rows(0)].sum(),
             pairs=pairs,
@@ -226,13 +226,21 @@ class Batch:
         """Bring values of rows (B, ...) to their groups: (G, K, ...), 0 beyond the last branch."""
         return pad_sequence(list(values.split(self.group_sizes)), batch_first=True)
 
+    def by_row(self, values: Tensor) -> Tensor:
+        """Bring values of groups (G, ...) to all of their rows: (B, ...)."""
+        groups = [index for index, size in enumerate(self.group_sizes) for _ in range(size)]
+        return values[self._on_device(torch.tensor(groups, dtype=torch.long))]
+
     def branch_rows(self, number: int) -> Tensor:
         """The row of branch `number` of each group, which all of them must have: (G,) int64."""
+        return self._on_device(torch.tensor(self._branch_rows(number), dtype=torch.long))
+
+    def _branch_rows(self, number: int) -> list[int]:
         starts, start = [], 0
         for size in self.group_sizes:
             starts.append(start + number)
             start += size
-        return self._on_device(torch.tensor(starts, dtype=torch.long))
+        return starts
 
     def branch_mask(self, number: int) -> Tensor:
         """Which rows are branch `number` of a group that is no filler: (B,) bool."""
@@ -293,7 +301,7 @@ class Batch:
 
     def select_branch(self, number: int) -> "Batch":
         """Return one branch of every group."""
-        return self.select(self.branch_rows(number).tolist())
+        return self.select(self._branch_rows(number))
 
     @cached_property
     def units(self) -> list[range]:

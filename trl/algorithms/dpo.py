@@ -72,6 +72,7 @@ class DPO(PreferenceAlgorithm):
         if not self._ranked:
             return step
         local = torch.cat([self._old_and_reference(batch) for batch in step.batches]).cpu()
+        local = local[_is_real(step)]
         of_ranks = step.ranks.gather_objects(local)
         first = sum(len(pairs) for pairs in of_ranks[: step.ranks.rank])
         policy, reference = torch.cat(of_ranks).unbind(1)
@@ -81,10 +82,10 @@ class DPO(PreferenceAlgorithm):
         return step
 
     def _old_and_reference(self, batch: Batch) -> Tensor:
-        """Log-probabilities (P, 2, 2) of pairs: of policy and reference, chosen and rejected."""
+        """Log-probabilities (G, 2, 2) of pairs: of policy and reference, chosen and rejected."""
         policy = batch.by_group(self.answer_logps(batch.columns["old_logps"], batch))
         reference = batch.by_group(self.ref_answer_logps(batch))
-        return torch.stack([policy, reference], 1)[batch.group_mask]
+        return torch.stack([policy, reference], 1)
 
     def loss(self, scores: TokenScores, batch: Batch, metrics: MetricStore) -> LossTerms:
         """Return the sum over pairs, and that over the tokens of chosen answers."""
@@ -138,15 +139,21 @@ class DPO(PreferenceAlgorithm):
             record_accuracy(metrics, scores.hits, chosen_tokens)
 
 
+def _is_real(step: Step) -> Tensor:
+    """Which pairs of the batches of a step are no fillers: (G,) bool, on the CPU."""
+    groups = [group for batch in step.batches for group in batch.groups]
+    return torch.tensor([not group.is_filler for group in groups])
+
+
 def _with_partners(name: str, partners: Tensor, step: Step) -> Step:
     """Give the answers of a step their partners (P, 2), of pairs that are no fillers."""
-    batches, first = [], 0
-    for batch in step.batches:
-        mask = batch.row_mask
-        column = torch.zeros(len(batch), dtype=partners.dtype, device=mask.device)
-        count = int(batch.group_mask.sum())
-        column[mask] = partners[first : first + count].flatten().to(mask.device)
-        first += count
+    is_real = _is_real(step)
+    of_pairs = partners.new_zeros(len(is_real), 2)
+    of_pairs[is_real] = partners
+    sizes = [len(batch.groups) for batch in step.batches]
+    batches = []
+    for batch, of_batch in zip(step.batches, of_pairs.split(sizes), strict=True):
+        column = of_batch.flatten().to(batch.loss_mask.device, non_blocking=True)
         is_aot = name == "aot"
         columns = Columns(aot_logps=column) if is_aot else Columns(aot_unpaired_logps=column)
         batches.append(batch.with_columns(**columns))

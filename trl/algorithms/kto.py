@@ -59,8 +59,7 @@ class KTO(PreferenceAlgorithm):
         `mismatched` has these answers alone, and `logps` (G, C) are those of their tokens.
         """
         ratios = self.answer_logps(logps.detach(), mismatched) - self.ref_answer_logps(mismatched)
-        sizes = torch.tensor(batch.group_sizes, device=ratios.device)
-        return batch.with_columns(mismatched_ratios=ratios.repeat_interleave(sizes))
+        return batch.with_columns(mismatched_ratios=batch.by_row(ratios))
 
     def loss(self, scores: TokenScores, batch: Batch, metrics: MetricStore) -> LossTerms:
         """Return the sum over answers; the batch has the column `kl`."""
