@@ -80,6 +80,7 @@ class Prompts:
     token_ids: list[list[int]]  # B ragged
     rows: list[dict[str, Any]] | None = None  # B: of the dataset
     tools: Sequence[Mapping[str, Callable[..., Any]]] | None = None  # B: that only the row may call
+    seeds: tuple[int, ...] | None = None  # B: that completions are drawn with. None: any
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -90,9 +91,12 @@ class Prompts:
         return prefixes_of(self.token_ids)
 
     def select(self, index: Sequence[int]) -> "Prompts":
-        """Return the given rows, without tools."""
-        columns = {name: getattr(self, name) for name in ("messages", "token_ids", "rows")}
-        return Prompts(**{name: x and [x[i] for i in index] for name, x in columns.items()})
+        """Return the given rows, without tools and seeds."""
+        return Prompts(
+            messages=[self.messages[i] for i in index],
+            token_ids=[self.token_ids[i] for i in index],
+            rows=None if self.rows is None else [self.rows[i] for i in index],
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

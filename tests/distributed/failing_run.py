@@ -70,7 +70,7 @@ def trainer_for(where, folder):
     if where == "mismatch":  # of 0.4 nats, on rank 1 alone
         trainer.backend = ReportingBackend(tiny_model(), lambda row, place: 0.4 * RANK)
     if where == "prompts":
-        trainer.encode = fail_on(1)
+        trainer.source.encode = fail_on(1)
     if where == "checkpoint" and RANK == 0:  # the others wait for the checkpoint to be complete
         trainer._save = fail
     decoder = causal_model(trainer.model).base_model

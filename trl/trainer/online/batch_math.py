@@ -38,6 +38,10 @@ class BatchPlan:
         """Whether the weights never move between generating a round and training on it."""
         return self.accumulation % self.micro_steps_per_round == 0
 
+    def rounds_before(self, step: int) -> int:
+        """Rounds that are generated before optimizer step `step` begins, if all are used up."""
+        return math.ceil(step * self.accumulation / self.micro_steps_per_round)
+
     def describe(self) -> str:
         """Say in one sentence what an update consists of."""
         rows, group = self.update_rows, self.group_size

@@ -16,6 +16,7 @@ from ...ops.logit_statistics import Support
 from ...ops.masking import masked_sum
 from ...ops.policy_losses import RatioBounds, importance_ratio, scale_gradient
 from ...types import TokenScores
+from .online_config import OnlineConfig
 
 logger = logging.get_logger(__name__)
 
@@ -32,6 +33,20 @@ class CorrectionOptions:
     is_wanted: bool = True  # weight losses by the ratio of trainer to engine probabilities
     max_logp_gap: float | None = None  # largest mean difference in nats; None: no bound
     gap_action: str = "raise"  # beyond that bound: "raise" or "warn"
+
+    @classmethod
+    def of(cls, args: OnlineConfig) -> "CorrectionOptions":
+        """Read the options of a run."""
+        return cls(
+            bounds=RatioBounds(
+                mode=args.vllm_importance_sampling_mode,
+                low=args.vllm_importance_sampling_clip_min,
+                high=args.vllm_importance_sampling_clip_max,
+            ),
+            is_wanted=args.vllm_importance_sampling_correction,
+            max_logp_gap=args.vllm_max_logp_gap,
+            gap_action=args.vllm_logp_gap_action,
+        )
 
 
 @dataclass(kw_only=True)

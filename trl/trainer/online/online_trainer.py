@@ -21,11 +21,10 @@ from ...models.unwrap import causal_model, policy_for_inference
 from ...models.weights import working_precision
 from ...online.buffer import Buffer
 from ...online.prompts import COLUMNS
-from ...online.reports import Reports, Round, log_table, print_table, tracker_rows
+from ...online.reports import Reports, log_table, print_table, tracker_rows
 from ...online.reward_sources import resolve_rewards
-from ...online.rewards import RewardInputs, RewardSuite
+from ...online.rewards import RewardSuite
 from ...online.sampler import RepeatIterableDataset
-from ...ops.policy_losses import RatioBounds
 from ...types import Mode, Prompts, RolloutFunc, TokenScores
 from ..attributes import ONLINE_OPTIONS, ONLINE_PROPERTIES, add_trl_properties
 from ..base.annotate import Annotator
@@ -37,12 +36,8 @@ from . import online_setup as setup
 from .agents import Agents
 from .correction import CorrectionOptions, EngineCorrection
 from .online_config import OnlineConfig
-from .rollout_batch import (
-    completion_advantages,
-    mark_truncated,
-    rollout_batch,
-    rows_with_gradient,
-)
+from .rollout_batch import completion_advantages, rows_with_gradient
+from .rollout_source import RewardedRollouts, RolloutSource, RoundId
 from .scoring import RolloutScoring
 
 
@@ -72,7 +67,8 @@ class OnlineTrainer(BaseTrainer):
     algorithm: Algorithm[TokenScores]
     train_dataset: Any
     eval_dataset: Any
-    _micro_batch_index = 0  # within the step, of the one whose round is generated
+    num_rounds = 0  # generated so far in training; the number of the next one
+    _first_round_of_step = 0  # number of the first round that the latest step generated
 
     def __init__(
         self,
@@ -124,7 +120,8 @@ class OnlineTrainer(BaseTrainer):
         )
         self._signature_columns = list(COLUMNS)
         self._build_policy(model, ref_model)
-        self._build_credit(sources)
+        self._build_scoring()
+        self._build_rounds(sources)
         self.set_up()
         # Rewards ask environments once they have begun.
         if args.reward_dry_run and self.agents.environments is None:
@@ -176,23 +173,16 @@ class OnlineTrainer(BaseTrainer):
         if args.beta != 0.0:
             self._make_reference(ref_model, model)
 
-    def _build_credit(self, sources: Any) -> None:
+    def _build_scoring(self) -> None:
         args, phases = self.args, self.phases
         self.correction = EngineCorrection(
-            options=CorrectionOptions(
-                bounds=RatioBounds(
-                    mode=args.vllm_importance_sampling_mode,
-                    low=args.vllm_importance_sampling_clip_min,
-                    high=args.vllm_importance_sampling_clip_max,
-                ),
-                is_wanted=args.vllm_importance_sampling_correction,
-                max_logp_gap=args.vllm_max_logp_gap,
-                gap_action=args.vllm_logp_gap_action,
-            ),
+            options=CorrectionOptions.of(args),
             sampling=self.sampling,
             guard=self.guard,
             ranks=self.ranks,
         )
+        self.runner.reset_hooks.append(self.correction.begin_update)
+        self.runner.reset_hooks.append(lambda: self.algorithm.begin_update())
         annotator = Annotator(
             policy=lambda: self.model,
             scorer=self.scorer,
@@ -214,12 +204,23 @@ class OnlineTrainer(BaseTrainer):
             autocast=self.accelerator.autocast,
             values=self.value_reader,
         )
-        self.runner.reset_hooks.append(self.correction.begin_update)
-        self.runner.reset_hooks.append(lambda: self.algorithm.begin_update())
+
+    def _build_rounds(self, sources: Any) -> None:
+        args, phases = self.args, self.phases
         at_once = partial(phases.adaptive("rewards").run, most=args.batch_plan.micro_batch)
         self.rewards = RewardSuite(
             sources, args.reward_weights, args.reward_timeout, self.ranks, at_once
         ).to(args.device)
+        self.source = RolloutSource(
+            args=args,
+            encode=self.encode,
+            generate=self.generate,
+            rewards=self.rewards,
+            keeps_groups=self.algorithm.needs.whole_groups,
+            ranks=self.ranks,
+            phases=phases,
+            metrics=self.metrics,
+        )
         self.run_facts["reward functions"] = [source.name for source in sources]
         self.reports = Reports(args.output_dir, self.ranks, self.metrics)
         self.buffer = Buffer(args.batch_plan.micro_batches, args.batch_plan.iterations, self.ranks)
@@ -228,6 +229,11 @@ class OnlineTrainer(BaseTrainer):
             lambda: self.buffer.state(self.data_position.micro_steps),
             lambda held: self.buffer.restore(self.data_position.micro_steps, held, args.device),
         )
+        self.rank_state.register("num_rounds", lambda: self.num_rounds, self._count_rounds)
+
+    def _count_rounds(self, count: int) -> None:
+        """Go on after a number of rounds."""
+        self.num_rounds = count
 
     def set_up(self) -> None:
         """Build what only this algorithm has; all stages are there."""
@@ -253,10 +259,9 @@ class OnlineTrainer(BaseTrainer):
             (rows,) = inputs
             return with_totals([self.collect(rows, mode)], self.ranks)
         batches = []
-        for index, rows in enumerate(inputs):
-            step = self.data_position.micro_steps + index
+        self._first_round_of_step = self.num_rounds
+        for step, rows in enumerate(inputs, start=self.data_position.micro_steps):
             if self.buffer.is_stale(step):
-                self._micro_batch_index = index
                 self.buffer.fill(step, self.collect(rows, mode))
             elif self.ranks.count > 1 and not self.scorer.check.has_agreed:
                 # The round comes from a checkpoint: this process has scored nothing yet.
@@ -266,60 +271,38 @@ class OnlineTrainer(BaseTrainer):
 
     @torch.no_grad()
     def collect(self, rows: list[dict[str, Any]], mode: Mode = "train") -> Batch:
-        """Generate completions for the rows, score them, reward them and give them credit."""
-        with self.ranks.fail_together("reading prompts"):
-            prompts = self.encode(rows)
-        with self.phases.inference("generation", len(rows)):
-            generations = self.generate(prompts, mode)
-        prompts, rows = generations.completed_prompts(prompts), generations.with_extra_columns(rows)
-        ids = generations.completion_ids
-        completions = generations.messages or self.encode.completions(prompts, ids)
+        """Generate completions for the rows, reward them, score them and give them credit."""
+        rollouts = self.source.take(self._next_round_id(mode), rows, self.state)
         with self.phases.inference("scoring"):
-            batch = self._rollout_batch(prompts, generations, mode)
             step, is_finite = self.scoring.annotate(
-                Step(batches=[batch], ranks=self.ranks),
+                rollouts.step,
                 self.algorithm.needs,
                 is_policys_own=self.backend.reports_policy_logps,
                 global_step=self.state.global_step,
             )
-        inputs = RewardInputs(rows, completions, ids, self.state)
-        with self.phases("rewards"):
-            size, report = self.args.group_size_in(mode), self.metrics[mode].value
-            table, extras = self.rewards(inputs, size, report)
-        marked = mark_truncated(
-            table, generations.truncated(), self.args.mask_truncated_completions, self.ranks
-        )
-        step = self.credit(dataclasses.replace(step, table=marked))
-        self._report(
-            Round(
-                step=self.state.global_step,
-                number=self._place_in_step(mode) // self._micro_steps_per_round(mode),
-                prompts=prompts,
-                completions=completions,
-                generations=generations,
-                table=table,
-                extras=extras,
+        step = self.credit(step)
+        self._report(rollouts, step)
+        return self._ready_for_loss(step.batch, is_finite)
+
+    def _next_round_id(self, mode: Mode) -> RoundId:
+        """Number the rounds of a run, and the batches of an evaluation."""
+        if mode == "eval":
+            return RoundId(self.data_position.eval_batches, self.state.global_step, mode)
+        number = self.num_rounds
+        self.num_rounds += 1
+        return RoundId(number, self.state.global_step)
+
+    def _report(self, rollouts: RewardedRollouts, step: Step) -> None:
+        mode = step.mode
+        first_number = self._first_round_of_step if mode == "train" else 0
+        tokens = self.reports.add(
+            mode,
+            rollouts.report(
+                number=rollouts.round_id.number - first_number,
                 advantages=completion_advantages(step.batch, self.ranks),
                 token_texts=self.encode.token_texts if self.args.log_token_logps else None,
             ),
-            mode,
         )
-        return self._ready_for_loss(step.batch, is_finite)
-
-    def _rollout_batch(self, prompts: Prompts, generations: Generations, mode: Mode) -> Batch:
-        batch = rollout_batch(
-            prompts,
-            generations,
-            first_row=self.ranks.rank * len(prompts),
-            group_size=self.args.group_size_in(mode),
-            masks_truncated=self.args.mask_truncated_completions,
-        )
-        keeps_groups = self.algorithm.needs.whole_groups
-        batch = dataclasses.replace(batch, mode=mode, keeps_groups=keeps_groups)
-        return batch.to(self.args.device)
-
-    def _report(self, found: Round, mode: Mode) -> None:
-        tokens = self.reports.add(mode, found)
         if mode == "train":
             self.state.num_input_tokens_seen += tokens
             for name, count in self.encode.counts().items():
@@ -358,26 +341,14 @@ class OnlineTrainer(BaseTrainer):
             self.buffer.clear()
 
     def generate(self, prompts: Prompts, mode: Mode = "train") -> Generations:
-        """Complete every row."""
-        from ...generation.base import row_seeds
-
+        """Complete every row, with the seeds of the prompts."""
         self.backend.sync_weights(self.state.global_step)
-        key = self.args.seed, mode, self.state.global_step, self._place_in_step(mode)
-        count = len(prompts)
-        seeds = row_seeds(key, self.ranks.rank * count, count)
-        sampling, size = self.sampling.replace(seeds=seeds), self.args.group_size_in(mode)
+        sampling, size = self.sampling.replace(seeds=prompts.seeds), self.args.group_size_in(mode)
         found = self.backend.generate(prompts, sampling, size)
         for name, value in self._engine_reports:
             self.metrics[mode].value(name, value)
         self._engine_reports.clear()
         return found
-
-    def _place_in_step(self, mode: Mode) -> int:
-        """Micro-batches of this update so far, or batches of this evaluation."""
-        return self._micro_batch_index if mode == "train" else self.data_position.eval_batches
-
-    def _micro_steps_per_round(self, mode: Mode) -> int:
-        return self.args.batch_plan.micro_steps_per_round if mode == "train" else 1
 
     def show(self, mode: Mode) -> None:
         """Show the completions of the latest round, if asked to."""
@@ -389,6 +360,8 @@ class OnlineTrainer(BaseTrainer):
     def begin_training(self) -> None:
         """Drop what an earlier call has left."""
         self.buffer.clear()
+        # A checkpoint knows better, since a round may end early.
+        self.num_rounds = self.args.batch_plan.rounds_before(self.state.global_step)
         self.reports.restart(self.state.global_step)
         if self.is_world_process_zero():
             print(self.args.batch_plan.describe(), flush=True)
