@@ -12,12 +12,12 @@ from transformers import TrainerState
 
 from ...batch import Batch, Step
 from ...distributed import Ranks
+from ...memory.phases import Phases
 from ...online.metrics import MetricStore
 from ...online.prompts import PromptEncoder
 from ...online.reports import Round
 from ...online.rewards import RewardInputs, RewardSuite
 from ...types import Mode, Prompts, RewardTable
-from ..base.phases import Phases
 from .online_config import OnlineConfig
 from .rollout_batch import mark_truncated, rollout_batch
 
