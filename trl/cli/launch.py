@@ -71,8 +71,9 @@ class LaunchRequest:
     @property
     def strategy(self) -> str | None:
         """The option of accelerate by which it starts several workers; None if it starts one."""
+        options = vars(self.launcher_options)
         for name in STRATEGIES:
-            if getattr(self.launcher_options, name):
+            if options[name]:
                 return name
         distributed_type = str(self.accelerate_config.get("distributed_type", "NO"))
         if distributed_type.startswith("MULTI_") and distributed_type != "MULTI_CPU":
@@ -151,7 +152,7 @@ def check_device(request: LaunchRequest) -> None:
     if request.on_cpu or has_accelerator() or os.environ.get(USE_CPU, "").lower() == "true":
         return
     strategy = request.strategy
-    is_chosen_by_option = strategy is not None and getattr(request.launcher_options, strategy)
+    is_chosen_by_option = strategy is not None and vars(request.launcher_options)[strategy]
     source = f"--{strategy}" if is_chosen_by_option else request.config_name
     if strategy not in (None, "tpu") or source.endswith(" single_gpu"):
         raise ValueError(

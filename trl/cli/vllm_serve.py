@@ -143,7 +143,7 @@ def server_command(options: argparse.Namespace, vllm_argv: list[str], on_cpu: bo
         program = ["vllm.entrypoints.cli.main", "serve"]
     command = [sys.executable, "-m", *program, "--model", options.model]
     for name in PASSED_OPTIONS:
-        value = getattr(options, name)
+        value = vars(options)[name]
         if value is not None:
             command += [f"--{VLLM_NAMES.get(name, name).replace('_', '-')}", str(value)]
     command += _flags(options, on_cpu)
