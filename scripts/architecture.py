@@ -14,7 +14,8 @@ from pathlib import Path
 import structure
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGE, PAGE = ROOT / "trl", ROOT / "docs" / "architecture.md"
+PACKAGE = ROOT / "trl"
+PAGE = ROOT / "docs" / "architecture.md"
 TRAINERS = (
     "RLOOTrainer",
     "GRPOTrainer",

@@ -26,10 +26,24 @@ def _finish(figure: Any, path: Path) -> None:
 SHAPES = ((3100, 53), (3100, 256), (512, 53), (512, 256))
 
 
-# Enough for all settings that are measured; no two lines of a chart share one.
+# Colors of lines, enough for all measured settings.
 LINES = (
-    *("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f"),
-    *("#bcbd22", "#17becf", "#000000", "#1a55ff", "#b8860b", "#006400", "#800000", "#4b0082"),
+    "#1f77b4",
+    "#ff7f0e",
+    "#2ca02c",
+    "#d62728",
+    "#9467bd",
+    "#8c564b",
+    "#e377c2",
+    "#7f7f7f",
+    "#bcbd22",
+    "#17becf",
+    "#000000",
+    "#1a55ff",
+    "#b8860b",
+    "#006400",
+    "#800000",
+    "#4b0082",
 )
 GAP = 0.048  # between two labels, of the height of a panel
 
@@ -82,7 +96,9 @@ def _name_lines(axis: Any, ends: dict[str, tuple[float, float, str]]) -> None:
     """Write the names of lines beside a panel, ordered and connected to where the lines end."""
     low, high = np.log10(axis.get_ylim())
     positions = {title: (np.log10(y) - low) / (high - low) for title, (_, y, _) in ends.items()}
-    upwards, lowest, highest = sorted(positions, key=lambda title: positions[title]), 0.0, 1.0
+    upwards = sorted(positions, key=lambda title: positions[title])
+    lowest = 0.0
+    highest = 1.0
     for title in upwards:  # apart from each other,
         positions[title] = max(positions[title], lowest)
         lowest = positions[title] + GAP

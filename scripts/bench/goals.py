@@ -21,7 +21,8 @@ OUR_BEST = ("lean", "all", "default")  # settings of which the one that holds le
 PEER_PATHS = {"now": "on a CPU", "now-gpu": "its GPU path"}  # of the current peer
 MICRO_BATCHES: tuple[dict[str, int], ...] = ({}, {"micro_batch": 1})  # the whole group, one row
 CELL = {"prompt": HEADLINE[0], "completion": HEADLINE[1], "completions": 8}
-LONG_PROMPT, LARGE_GROUP = 3100, 8
+LONG_PROMPT = 3100
+LARGE_GROUP = 8
 
 
 @dataclass(frozen=True)

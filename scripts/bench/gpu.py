@@ -240,7 +240,11 @@ def main() -> None:
     if options.device == "cuda" and not torch.cuda.is_available():
         print(f"no GPU: skipped. On one, this measures {'; '.join(PARTS.values())}.")
         return
-    plan = TINY if options.tiny else QUICK if options.quick else Plan()
+    plan = Plan()
+    if options.tiny:
+        plan = TINY
+    elif options.quick:
+        plan = QUICK
     needed_trainers = {
         SETTINGS[name].trainer for name in plan.settings if "memory" in options.parts
     }

@@ -99,7 +99,8 @@ def run(part: Part, seconds: float, store: Store, site: list[str]) -> dict[str, 
     settings = os.environ | {"PYTHONPATH": paths, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
     settings |= {"BENCH_SITE": os.pathsep.join(site), "TOKENIZERS_PARALLELISM": "false"}
     outcome: dict[str, Any] = {"results": []}
-    begun, printed = time.monotonic(), [""]
+    begun = time.monotonic()
+    printed = [""]
     errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (a pipe that nobody reads could fill)
     process = subprocess.Popen(
         [sys.executable, *part.command],
@@ -188,7 +189,8 @@ def main() -> int:
         print("no GPU was found; to try the program: --device cpu --tiny")
         return 1
     site = [str(Path(folder).resolve()) for folder in options.site]
-    store, failed = Store(options.results / "gpu.json"), 0
+    store = Store(options.results / "gpu.json")
+    failed = 0
     os.environ["BENCH_RESULTS"] = str(options.results)
     end = time.monotonic() + 60 * options.minutes
     for part in parts(options.device, options.tiny):

@@ -79,7 +79,8 @@ def learn(size: Size) -> Iterator[dict[str, Any]]:
     trainer = trainer_of(size, lower_half, bf16=True, learning_rate=1e-3, max_steps=12)
     trainer.train()
     rewards = [log["reward"] for log in trainer.state.log_history if "reward" in log]
-    early, late = sum(rewards[:3]) / 3, sum(rewards[-3:]) / 3
+    early = sum(rewards[:3]) / 3
+    late = sum(rewards[-3:]) / 3
     yield {"reward before": round(early, 3), "after": round(late, 3), "ok": late > early}
 
 
@@ -141,7 +142,8 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="the least sizes, to try the program")
     options = parser.parse_args()
     size = tiny(options.device) if options.tiny else Size(options.device)
-    broken, line = 0, sys.stdout
+    broken = 0
+    line = sys.stdout
     sys.stdout = sys.stderr  # trainers print as well
     for result in PARTS[options.part](size):
         print(json.dumps(result), file=line, flush=True)

@@ -23,7 +23,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-COLUMNS, ROWS = 4096, 32  # of a tile at least; no other matrix of the tiny model has as many
+# The smallest tile. No other matrix of the tiny model has as many columns and rows.
+COLUMNS = 4096
+ROWS = 32
 
 
 class Launcher:

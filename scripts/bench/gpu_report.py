@@ -18,7 +18,8 @@ from tables import Rows, divided, markdown, megabytes, peak_table, provenance, t
 
 SHAPES = (HEADLINE, (512, 256))
 HEAD_SHAPE = (8192, 4096, 128_256)  # of the goals
-HEAD_BYTES, HEAD_SPEED = 3e9, 0.97
+HEAD_BYTES = 3e9
+HEAD_SPEED = 0.97
 POLICIES = ("never", "auto", "always")
 Pair = tuple[Work, list[Any], list[Any]]
 
@@ -34,8 +35,11 @@ def gpu_page(results: Path) -> None:
         f"# On a GPU\n\nMade by `make bench-gpu` on {', '.join(devices)}.\n\n{provenance(data)}\n",
         f"## Goals\n\n{goal_table(gpu_goals(rows, pairs))}\n",
         check_section(rows),
-        *(peak_section(rows), step_section(pairs), head_section(rows)),
-        *(cache_section(rows), shortage_section(rows)),
+        peak_section(rows),
+        step_section(pairs),
+        head_section(rows),
+        cache_section(rows),
+        shortage_section(rows),
     ]
     (results / "gpu.md").write_text("\n".join(filter(None, sections)), encoding="utf-8")
     draw(rows, pairs, results)
@@ -164,7 +168,8 @@ device; unused is the share of the most reserved that is above the most allocate
 
 def cache_figures(run: dict[str, Any]) -> dict[str, float]:
     """Return peak bytes allocated and reserved, the unused share, and seconds of a step."""
-    allocated, reserved = run["held_before"] + run["peak"], run["scratch"]
+    allocated = run["held_before"] + run["peak"]
+    reserved = run["scratch"]
     unused = 1 - allocated / reserved if reserved else 0.0
     seconds = phase_seconds(run)["total"]
     return {"allocated": allocated, "reserved": reserved, "unused": unused, "seconds": seconds}

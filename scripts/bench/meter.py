@@ -29,7 +29,8 @@ POINTS = 240  # of a timeline that is kept
 
 def build_library() -> Path:
     """Compile the library that counts bytes, unless it is up to date."""
-    source, library = Path(__file__).with_name("cpumem.c"), BENCH / "libcpumem.so"
+    source = Path(__file__).with_name("cpumem.c")
+    library = BENCH / "libcpumem.so"
     if not library.exists() or library.stat().st_mtime < source.stat().st_mtime:
         BENCH.mkdir(exist_ok=True)
         fresh = library.with_suffix(f".{os.getpid()}")
@@ -84,7 +85,9 @@ class CpuBytes:
 
     def timeline(self) -> list[tuple[float, int, str]]:
         """Seconds, bytes above the start, and phase of every recorded change."""
-        seconds, live, phase = ctypes.c_double(), ctypes.c_int64(), ctypes.c_int()
+        seconds = ctypes.c_double()
+        live = ctypes.c_int64()
+        phase = ctypes.c_int()
         events = []
         for i in range(self._library.cpumem_events()):
             self._library.cpumem_event(i, *map(ctypes.byref, (seconds, live, phase)))
@@ -114,7 +117,9 @@ class Operations(TorchDispatchMode):
 
     def blocks(self) -> list[dict[str, Any]]:
         """The largest blocks alive at the peak: bytes, phase and operation that made them."""
-        size, phase, operation = ctypes.c_int64(), ctypes.c_int(), ctypes.c_int()
+        size = ctypes.c_int64()
+        phase = ctypes.c_int()
+        operation = ctypes.c_int()
         names = list(self._names)
         blocks = []
         for i in range(self._library.cpumem_largest()):
@@ -179,15 +184,19 @@ class Meter:
         self.memory.reset()
         self.memory.enter(self._phase)
         self.wall, self.cpu, self.tokens, self.passes = (defaultdict(float) for _ in range(4))
-        self._wall, self._cpu = time.perf_counter(), time.process_time()
+        self._wall = time.perf_counter()
+        self._cpu = time.process_time()
 
     def enter(self, phase: str) -> None:
         """Start a phase."""
         self.memory.enter(phase)
-        wall, cpu = time.perf_counter(), time.process_time()
+        wall = time.perf_counter()
+        cpu = time.process_time()
         self.wall[self._phase] += wall - self._wall
         self.cpu[self._phase] += cpu - self._cpu
-        self._wall, self._cpu, self._phase = wall, cpu, phase
+        self._wall = wall
+        self._cpu = cpu
+        self._phase = phase
 
     def totals(self) -> dict[str, dict[str, float]]:
         """Return what was counted since the start, by phase."""
@@ -276,7 +285,8 @@ def thin(events: list[tuple[float, int, str]], points: int = POINTS) -> list[lis
     """Keep about `points` events, the highest of each stretch: seconds, bytes, phase."""
     if not events:
         return []
-    first, last = events[0][0], events[-1][0]
+    first = events[0][0]
+    last = events[-1][0]
     width = max((last - first) / points, 1e-9)
     highest: dict[tuple[int, str], tuple[float, int, str]] = {}
     for event in events:

@@ -24,7 +24,8 @@ from meter import ROOT, CpuBytes, preload
 from tables import markdown
 
 PAGE = ROOT / "docs" / "benchmarks" / "offline.md"
-VOCABULARY, FEW_ENTRIES = 151_936, 8192
+VOCABULARY = 151_936
+FEW_ENTRIES = 8192
 PIECE = "max_tokens_per_piece"
 # name: length, kind, options, megabytes of 0.22.2 and 1.16.0 (its GPU path), the goal
 CASES: dict[str, tuple[int, str, dict[str, Any], str, str, int | None]] = {
@@ -92,7 +93,8 @@ def measure(name: str) -> dict[str, float]:
     config = Qwen3Config(vocab_size=vocabulary, **shape, tie_word_embeddings=True)
     model = Qwen3ForCausalLM(config)
     # What is cut is as long as elsewhere.
-    draw, sizes = random.Random(1), lengths(1024 if name in FEATURES else length, kind)
+    draw = random.Random(1)
+    sizes = lengths(1024 if name in FEATURES else length, kind)
     rows = [[draw.randrange(2, vocabulary) for _ in range(size)] for size in sizes]
     settings = {"max_steps": 1, "optim": "sgd", "report_to": "none", "save_strategy": "no"}
     settings |= {"use_cpu": True, "bf16": False, "disable_tqdm": True, "log_memory": False}
@@ -103,7 +105,8 @@ def measure(name: str) -> dict[str, float]:
         processing_class=tiny_tokenizer(),
     )
     trainer.begin_training = lambda: None
-    counter, started = CpuBytes(), time.process_time()
+    counter = CpuBytes()
+    started = time.process_time()
     counter.reset()
     trainer.train()
     return {
@@ -125,7 +128,8 @@ def row(name: str, result: dict[str, float]) -> list[str]:
 
 def feature_row(name: str, result: dict[str, float], default: float) -> list[str]:
     """Make a row of the table of options."""
-    peak, ratio = result["peak"] / 1e6, result["peak"] / default
+    peak = result["peak"] / 1e6
+    ratio = result["peak"] / default
     return [name, f"{peak:.1f}", f"{ratio:.2f}", f"{result['positions']:,.0f}"]
 
 
@@ -184,7 +188,9 @@ def main() -> None:
         preload()
         print(json.dumps(measure(options.case)))
         return
-    lines, features, peaks = [], [], {}
+    lines = []
+    features = []
+    peaks = {}
     for name in options.only:
         process = subprocess.run(
             [sys.executable, __file__, "--case", name],

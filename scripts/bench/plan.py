@@ -51,7 +51,8 @@ EIGHT = {"num_generations": 8}
 PLAIN = {"shared_prefix": False, "gradient_checkpointing": False, "logits_chunk_size": 0}
 KL = {"beta": 0.05}
 SPLIT = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}
-FLOAT32, BFLOAT16 = {"bf16": False}, {"bf16": True}
+FLOAT32 = {"bf16": False}
+BFLOAT16 = {"bf16": True}
 CASES = (
     Case("defaults, float32", SMALL, 256, 64, EIGHT | FLOAT32),
     Case("defaults, bf16", SMALL, 256, 64, EIGHT | BFLOAT16),

@@ -168,7 +168,8 @@ def memory_table() -> str:
         result, single_row = (
             run(method, *sizes, rows) for rows in (8, 2 if "KTO" in method else 1)
         )
-        peak, growth = result["peak"] / 1e6, result["peak"] / single_row["peak"]
+        peak = result["peak"] / 1e6
+        growth = result["peak"] / single_row["peak"]
         ratio = theirs / result["positions"]
         line = [f"{method}, {sizes[0]:,} / {sizes[1]}", oldest, old, new, single, f"{peak:.0f}"]
         line += [verdict(peak, goal, peak <= goal), f"{growth:.2f}"]

@@ -195,7 +195,8 @@ def grpo_section(rows: Rows) -> str:
 
 def methods_section(rows: Rows) -> str:
     """Make tables of Online DPO and PPO with the peers that have them."""
-    lines, launches = [], 0
+    lines = []
+    launches = 0
     for method, peers, sizes in method_sizes():
         for peer in peers:
             peaks = [rows.peak(name, algorithm=method, **sizes) for name in (peer, "default")]

@@ -72,9 +72,10 @@ class Work:
         arguments: list[str] = []
         for name, value in asdict(self).items():
             flag = f"--{name.replace('_', '-')}"
-            arguments += (
-                ([flag] if value else []) if isinstance(value, bool) else [flag, str(value)]
-            )
+            if not isinstance(value, bool):
+                arguments += [flag, str(value)]
+            elif value:
+                arguments.append(flag)
         return arguments
 
 
@@ -82,7 +83,8 @@ def parse_work(arguments: list[str], description: str | None) -> Work:
     """Read work from the command line."""
     parser = argparse.ArgumentParser(description=description)
     for part in fields(Work):
-        flag, default = f"--{part.name.replace('_', '-')}", part.default
+        flag = f"--{part.name.replace('_', '-')}"
+        default = part.default
         if isinstance(default, bool):
             parser.add_argument(flag, action="store_true", help=part.metadata["help"])
         else:

@@ -27,7 +27,8 @@ class Trial:
     """
 
     def __init__(self, trainer: Any, asked: dict[str, Any]):
-        self._trainer, self._asked = trainer, asked
+        self._trainer = trainer
+        self._asked = asked
         self._before: dict[str, torch.Tensor] = {}
         self._limits = resource.getrlimit(resource.RLIMIT_DATA)
         if asked:

@@ -57,7 +57,8 @@ def measure(case: str, trainer: str) -> dict[str, float]:
     import trl
 
     disable_progress_bars()
-    all_words, draw = vocabulary(), random.Random(0)
+    all_words = vocabulary()
+    draw = random.Random(0)
     chosen = tokenizer(all_words)
     starts = [draw.randrange(len(all_words) - WORDS) for _ in range(ROWS[case] + 64)]
     texts = [" ".join(all_words[start : start + WORDS]) for start in starts]

@@ -232,7 +232,9 @@ class RepeatedStrings:
     """
 
     def __init__(self, tokenizer: Any, times: int, longest: int | None):
-        self._tokenizer, self._times, self._longest = tokenizer, times, longest
+        self._tokenizer = tokenizer
+        self._times = times
+        self._longest = longest
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         """Make a batch that holds every prompt `times` times."""
