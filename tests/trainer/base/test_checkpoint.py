@@ -15,6 +15,7 @@ import torch
 from online_runs import dataset, make_trainer, weights
 from transformers import TrainerCallback
 
+from trl.trainer.base import checkpoint
 from trl.trainer.base.checkpoint import (
     MANIFEST,
     UNFINISHED,
@@ -438,3 +439,13 @@ def test_the_loss_that_is_returned_is_that_of_the_call(tmp_path):
     assert result.training_loss == pytest.approx(float(sum(losses[6:])), abs=1e-6)
     logged = [entry["loss"] for entry in resumed.state.log_history if "loss" in entry]
     assert logged == pytest.approx([float(sum(losses)) / 4], abs=1e-6)
+
+
+def test_a_checkpoint_of_another_version_is_refused(tmp_path, monkeypatch):
+    """Its rounds and micro-batches may be stored in another way."""
+    with monkeypatch.context() as earlier:
+        earlier.setattr(checkpoint, "STATE_FORMAT", 1)
+        make_trainer(tmp_path, save_strategy="steps", save_steps=1, max_steps=1).train()
+    resumed = make_trainer(tmp_path, max_steps=2)
+    with pytest.raises(ValueError, match=r"trl_state_0.pt was written by another version of trl"):
+        resumed.train(resume_from_checkpoint=True)

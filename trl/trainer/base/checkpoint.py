@@ -39,6 +39,10 @@ class DataPosition:
     eval_batches: int = 0  # since the start of the evaluation
 
 
+# Of what `RankState` writes; changed with every part that older code would read otherwise.
+STATE_FORMAT = 2
+
+
 class RankState:
     """What the next step depends on and only this process knows; transformers saves the rest."""
 
@@ -53,12 +57,22 @@ class RankState:
     def write(self, folder: str | Path, layout: list[int], position: DataPosition) -> None:
         """Write the file of this process; under another `layout` of batches it has no meaning."""
         state = {name: save() for name, (save, _) in self._parts.items()}
-        torch.save({"plan": layout} | vars(position) | state, self._path(folder))
+        facts = {"format": STATE_FORMAT, "plan": layout}
+        torch.save(facts | vars(position) | state, self._path(folder))
 
     def read(self, folder: str | Path, layout: list[int]) -> dict[str, Any] | None:
-        """Read what `write` wrote; None on every rank if one of them has no file for `layout`."""
+        """Read what `write` wrote; None on every rank if one of them has no file for `layout`.
+
+        A file of another `STATE_FORMAT` is a ValueError.
+        """
         path = self._path(folder)
         state = load(path) if path.exists() else None
+        if state is not None and state.get("format", 1) != STATE_FORMAT:
+            raise ValueError(
+                f"{path} was written by another version of trl, whose runs this one cannot go on "
+                "with. Resume with that version, or begin a new run with model_name_or_path="
+                f"{str(folder)!r}."
+            )
         fits = state is not None and state["plan"] == layout
         # Ranks that go on within a round and ranks that begin one would wait for each other.
         lacking = [rank for rank, has in enumerate(self._ranks.gather_objects(fits)) if not has]
