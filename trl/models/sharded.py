@@ -161,7 +161,7 @@ def unwrapped(model: nn.Module) -> Any:
         FullyShardedDataParallel,
     )
     if "deepspeed" in sys.modules:  # otherwise nothing can be wrapped by it
-        wrappers += (require("deepspeed", "DeepSpeed").DeepSpeedEngine,)
+        wrappers += (sys.modules["deepspeed"].DeepSpeedEngine,)
     while True:
         if isinstance(model, wrappers):
             model = model.module
