@@ -68,7 +68,7 @@ OPTIONS = [
     ("RLOO", {"reward_timeout": 0}, "reward_timeout=0 must be above 0."),
     ("RLOO", {"vllm_gpu_memory_utilization": 1.5}, "vllm_gpu_memory_utilization=1.5 must be above 0 and at most 1."),
     ("RLOO", {"vllm_tensor_parallel_size": 0}, "vllm_tensor_parallel_size=0 must be at least 1."),
-    ("RLOO", {"vllm_server_port": -1}, "vllm_server_port=-1 must be at least 1."),
+    ("RLOO", {"vllm_server_port": -1}, "vllm_server_port=-1 must be at least 1 and at most 65535."),
     ("RLOO", {"vllm_server_timeout": -1.0}, "vllm_server_timeout=-1.0 must be above 0."),
     ("RLOO", {"num_completions_to_print": -1}, "num_completions_to_print=-1 must be at least 0."),
     ("RLOO", {"epsilon_high": -0.1}, "epsilon_high=-0.1 must be at least 0."),
@@ -78,6 +78,14 @@ OPTIONS = [
     ("RLOO", {"epochs": 3}, "RLOOConfig has no argument 'epochs'. Did you mean num_train_epochs?"),
     ("SFT", {"learning_rate": float("inf")}, "learning_rate=inf must be finite."),
     ("SFT", {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"num_cycle": 3}}, "lr_scheduler_kwargs['num_cycle']: lr_scheduler_type='cosine' has no such argument. Did you mean num_cycles?"),
+    ("SFT", {"packing": True, "packing_strategy": None}, "packing_strategy=None must be one of bfd, bfd_split, wrapped."),
+    ("SFT", {"loss_type": ["nll"]}, "loss_type=['nll'] must be one of nll, dft. Did you mean nll?"),
+    ("GRPO", {"loss_type": None}, "loss_type=None must be one of grpo, dr_grpo, dapo,"),
+    ("DPO", {"loss_weights": 0.5}, "loss_weights=0.5 must be a list."),
+    ("KTO", {"desirable_weight": 0.0, "undesirable_weight": 0.0}, "desirable_weight=0 and undesirable_weight=0 train nothing: set one of them above 0."),
+    ("PPO", {"num_mini_batches": 1.5}, "num_mini_batches=1.5 must be an integer; the nearest is 2."),
+    ("RLOO", {"vllm_server_port": 70000}, "vllm_server_port=70000 must be at least 1 and at most 65535."),
+    ("RLOO", {"use_vllm": True, "vllm_mode": "server", "vllm_server_host": "http://localhost"}, "vllm_server_host='http://localhost' must be the name of a machine, such as localhost; a whole address is given by vllm_server_base_url."),
     ("SFT", {"max_steps": -5}, "max_steps=-5 must be above 0, or -1 to train for num_train_epochs."),
     ("SFT", {"max_length": 1}, "max_length=1 must be at least 2."),
     ("DPO", {"beta": -1.0}, "beta=-1.0 must be at least 0."),
@@ -470,6 +478,9 @@ def encoder():
     return BertLMHeadModel(BertConfig(vocab_size=100, intermediate_size=16, **sizes))
 
 
+PAIRED = {"num_generations": 2}  # fits the rounds of a tiny trainer
+
+
 def three_classes():
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     return BertForSequenceClassification(
@@ -576,11 +587,14 @@ TRAINERS = [
     ("RLOO", {"args": {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": "a,a"}}, "vllm_server_base_url='a,a' must be an address such as http://localhost:8000, or several different ones with commas between."),
     ("RLOO", {"args": {"use_vllm": True, "vllm_mode": "server", "vllm_max_model_length": 9}}, "vllm_max_model_length=9 is for an engine in the training process; with vllm_mode='server' give --max_model_len to `trl vllm-serve`."),
     ("RLOO", {"args": {"use_vllm": True, "vllm_max_model_length": 4}}, "The vLLM engine has a context of 4 tokens, but max_completion_length=4 leaves no room for a prompt: set vllm_max_model_length to 4 plus the longest prompt,"),
-    ("GRPO", {"tools": [3]}, "A generation round of 4 sequences cannot hold whole groups of num_generations=8. Nearest legal: num_generations=4, or generation_batch_size=8."),
-    ("GRPO", {"tools": [constant]}, "A generation round of 4 sequences cannot hold whole groups of num_generations=8. Nearest legal: num_generations=4, or generation_batch_size=8."),
-    ("GRPO", {"environment_factory": 3}, "A generation round of 4 sequences cannot hold whole groups of num_generations=8. Nearest legal: num_generations=4, or generation_batch_size=8."),
-    ("GRPO", {"environment_factory": dict}, "A generation round of 4 sequences cannot hold whole groups of num_generations=8. Nearest legal: num_generations=4, or generation_batch_size=8."),
-    ("GRPO", {"rollout_func": 3}, "A generation round of 4 sequences cannot hold whole groups of num_generations=8. Nearest legal: num_generations=4, or generation_batch_size=8."),
+    ("GRPO", {"tools": [3], "args": PAIRED}, "tools: 3 is not a function or method."),
+    ("GRPO", {"tools": 3, "args": PAIRED}, "tools must be a list of functions, not 3."),
+    ("GRPO", {"tools": [len], "args": PAIRED}, "tools: <built-in function len> is not a function or method."),
+    ("GRPO", {"environment_factory": 3, "args": PAIRED}, "environment_factory: 3 cannot be called; give a class, or a function without arguments that makes an environment."),
+    ("GRPO", {"environment_factory": dict, "args": PAIRED}, "environment_factory: dict has no method 'reset', which begins an episode with the columns of a row."),
+    ("GRPO", {"rollout_func": 3, "args": PAIRED}, "rollout_func must be a function, not 3."),
+    ("GRPO", {}, "A generation round of 4 sequences cannot hold whole groups of num_generations=8. Nearest legal: num_generations=4, or generation_batch_size=8."),
+    ("OnlineDPO", {"judge": 3, "reward_funcs": None}, "judge must be an object with a method 'judge', not 3."),
     ("OnlineDPO", {"judge": 3, "reward_funcs": ...}, "Both a judge and reward_funcs were given: leave one of them out."),
     ("OnlineDPO", {"judge": constant, "reward_funcs": constant}, "Both a judge and reward_funcs were given: leave one of them out."),
     ("PPO", {"value_model": 3}, "value_model must be a sequence classifier with one label (AutoModelForSequenceClassification, num_labels=1), not int."),

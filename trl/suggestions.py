@@ -16,6 +16,7 @@ COMMON_MISTAKES: dict[str, tuple[str, ...]] = {
     "model": ("model_name_or_path",),
     "model_name": ("model_name_or_path",),
     "model_path": ("model_name_or_path",),
+    "nproc_per_node": ("num_processes",),
     "num_epochs": ("num_train_epochs",),
     "scheduler": ("lr_scheduler_type",),
     "steps": ("max_steps",),

@@ -56,7 +56,7 @@ class GenerationOptions:
     vllm_structured_outputs_regex: str | None = option(None, "Regular expression for completions.")
     vllm_server_base_url: str | None = option(None, "Address of the vLLM server.")
     vllm_server_host: str = option("0.0.0.0", "Host of the vLLM server.")
-    vllm_server_port: int = option(8000, "Port of the vLLM server.", ge=1)
+    vllm_server_port: int = option(8000, "Port of the vLLM server.", ge=1, le=65535)
     vllm_server_timeout: float = option(240.0, "Seconds to wait for the vLLM server.", gt=0)
     vllm_group_port: int = option(51216, "No effect: weights need no port.")
     vllm_gpu_memory_utilization: float | None = option(

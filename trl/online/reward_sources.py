@@ -242,6 +242,8 @@ class JudgeReward:
     __name__ = "judge"
 
     def __init__(self, judge: PairwiseJudge):
+        if not callable(getattr(judge, "judge", None)):
+            raise TypeError(f"judge must be an object with a method 'judge', not {judge!r:.80}.")
         self._judge = judge
 
     def __call__(

@@ -99,7 +99,8 @@ class DPOConfig(PreferenceConfig):
             hint = did_you_mean(str(unknown[0]), LOSSES)
             raise ValueError(f"loss_type={unknown[0]!r} must be one of {', '.join(LOSSES)}.{hint}")
         weights = self.loss_weights
-        if not names or (weights is not None and len(weights) != len(names)):
+        # Weights that are no list are refused later, with the other options.
+        if not names or (isinstance(weights, list | tuple) and len(weights) != len(names)):
             raise ValueError(f"loss_type={names} and loss_weights={weights} must be equally long.")
 
     def _problems(self) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Options of KTO."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from ..algorithms.kto import KTO
 from ..options import option
@@ -23,6 +24,13 @@ class KTOConfig(PreferenceConfig):
     def estimates_kl(self) -> bool:
         """Whether answers are compared with an estimate of the KL divergence."""
         return self.loss_type == "kto"
+
+    def _problems(self) -> dict[str, Any]:
+        return super()._problems() | {
+            "desirable_weight=0 and undesirable_weight=0 train nothing: set one of them above 0": (
+                not self.desirable_weight and not self.undesirable_weight
+            ),
+        }
 
     def make_algorithm(self) -> KTO:
         """Make KTO of these options."""

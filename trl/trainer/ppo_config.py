@@ -65,7 +65,8 @@ class PPOConfig(OnlineConfig):
                 "steps_per_generation or generation_batch_size, which also say how many optimizer "
                 "steps a round serves. Leave it out."
             )
-        if given == (None, None) and steps:
+        if given == (None, None) and steps and isinstance(steps, int):
+            # Factors that are no integers are refused below, under their own names.
             self.steps_per_generation = steps
         super().__post_init__()
 

@@ -57,7 +57,9 @@ class SFTConfig(OfflineConfig):
 
     def __post_init__(self) -> None:
         for name, values in RENAMED.items():
-            if new := values.get(old := getattr(self, name)):
+            old = getattr(self, name)
+            new = values.get(old) if isinstance(old, str) else None
+            if new is not None:
                 warnings.warn(f"{name}={old!r} is now {new!r}.", FutureWarning, stacklevel=4)
                 setattr(self, name, new)
         super().__post_init__()

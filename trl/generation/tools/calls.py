@@ -205,6 +205,8 @@ class ToolRunner:
     """
 
     def __init__(self, tools: Sequence[Callable[..., Any]], timeout: float | None):
+        if not isinstance(tools, Sequence):
+            raise TypeError(f"tools must be a list of functions, not {tools!r:.80}.")
         self.schemas = [tool_schema(tool) for tool in tools]
         names = [schema["function"]["name"] for schema in self.schemas]
         for name in names:

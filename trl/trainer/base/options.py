@@ -31,7 +31,8 @@ def check_options(config: Any, inherited: Mapping[str, Mapping[str, float]] | No
     others, kinds = inherited or {}, kinds_of(config.__class__)
     for field in dataclasses.fields(config):
         value, known, kind = getattr(config, field.name, None), field.metadata, kinds[field.name]
-        if value is None and (type(None) in kind or not known.get("bounds")):
+        is_checked = known.get("bounds") or "choices" in known
+        if value is None and (type(None) in kind or not is_checked):
             continue
         bounds = known.get("bounds") or others.get(field.name, {})
         if problem := _problem(value, known, bounds, kind):

@@ -178,6 +178,10 @@ class OnlineConfig(GenerationOptions, ReferenceOptions, BaseConfig):
         truncates = self.vllm_importance_sampling_correction and mode.endswith("_truncate")
         by_length = self.train_sampling_strategy == "group_by_length"
         return found | {
+            f"vllm_server_host={self.vllm_server_host!r} must be the name of a machine, such as "
+            "localhost; a whole address is given by vllm_server_base_url": (
+                "/" in self.vllm_server_host
+            ),
             f"vllm_importance_sampling_clip_min={low} must be below "
             f"vllm_importance_sampling_clip_max={high}": (
                 low is not None and low >= (high or math.inf)
