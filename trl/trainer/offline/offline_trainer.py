@@ -210,7 +210,7 @@ class OfflineTrainer(BaseTrainer):
     def _prepared(self, dataset: Any, args: OfflineConfig, mode: Mode = "eval") -> Any:
         """Prepare a dataset, or a dictionary of evaluation sets."""
         if isinstance(dataset, Mapping):
-            return {name: self._prepared(one, args) for name, one in dataset.items()} or None
+            return {name: self._prepared(value, args) for name, value in dataset.items()} or None
         if dataset is None or isinstance(dataset, PreparedStream):
             return dataset
         check_dataset(f"{mode}_dataset", dataset)
