@@ -108,11 +108,13 @@ def cut_lists(lists: pa.ChunkedArray, ranges: Ranges) -> pa.ChunkedArray:
     cut: list[pa.Array] = []
     for number, rows in _runs(chunk_numbers):
         first = ends[number] - len(flat.chunk(number))
-        starts, stops = ranges.starts[rows], ranges.stops[rows]
+        starts = ranges.starts[rows]
+        stops = ranges.stops[rows]
         last = slice(starts[-1], stops[-1])
         is_whole = last.stop <= ends[number]
         if not is_whole:
-            starts, stops = starts[:-1], stops[:-1]
+            starts = starts[:-1]
+            stops = stops[:-1]
         if len(starts):
             cut.append(_alternating(flat.chunk(number), starts - first, stops - first))
         if not is_whole:
@@ -247,7 +249,9 @@ def spread_lists(lists: Dataset, rows: np.ndarray, count: int) -> pa.Table:
     Other rows have empty lists. `rows` increase, so no list is copied.
     """
     (name,) = lists.column_names
-    chunks, first_row, first = [], 0, 0
+    chunks: list[pa.Array] = []
+    first = 0  # list of the chunk
+    first_row = 0  # behind those of the chunks before
     column = arrow_column(lists, name)
     for chunk in column.chunks:
         is_last = first + len(chunk) == len(rows)
@@ -257,5 +261,6 @@ def spread_lists(lists: Dataset, rows: np.ndarray, count: int) -> pa.Table:
         sizes[rows[first : first + len(chunk)] - first_row] = np.diff(offsets)
         edges = np.concatenate([offsets[:1], offsets[0] + np.cumsum(sizes)]).astype(np.int32)
         chunks.append(pa.ListArray.from_arrays(pa.array(edges), chunk.values))
-        first, first_row = first + len(chunk), end_row
+        first += len(chunk)
+        first_row = end_row
     return pa.table({name: pa.chunked_array(chunks, column.type)})

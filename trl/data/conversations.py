@@ -100,13 +100,13 @@ def split_common(prompt: Chat, answers: Sequence[Chat]) -> tuple[Chat, list[Chat
     return prompt + answers[0][:shared], [answer[shared:] for answer in answers]
 
 
-def _as_question(prompt: Any) -> Chat:
+def _as_question(prompt: object) -> Chat:
     if not isinstance(prompt, str):
         return as_messages(prompt, "prompt")
     return [{"role": "user", "content": prompt}] if prompt else []
 
 
-def _as_answer(value: Any, column: str, prompt: Chat) -> Chat:
+def _as_answer(value: object, column: str, prompt: Chat) -> Chat:
     if not isinstance(value, str):
         return as_messages(value, column)
     if not prompt:
@@ -124,17 +124,18 @@ def _repeated_prompt(prompt: Chat, chat: Chat) -> tuple[int, int]:
 
     Before `start` are system messages that the prompt lacks. (0, 0): nothing is repeated.
     """
-    known, size = list(map(_identity, prompt)), len(prompt)
+    size = len(prompt)
+    prompt_turns = list(map(_identity, prompt))
     turns = list(map(_identity, chat))
-    if not known:
+    if not prompt_turns:
         return 0, 0
     first = next((i for i, turn in enumerate(chat) if turn["role"] != "system"), len(chat))
     for start in range(first + 1):
-        if turns[start : start + size] == known:
+        if turns[start : start + size] == prompt_turns:
             return start, start + size
     if prompt[-1]["role"] != "assistant":
         for stop in range(min(size, len(chat)), 0, -1):
-            if known[-stop:] == turns[:stop]:
+            if prompt_turns[-stop:] == turns[:stop]:
                 return 0, stop
     return 0, 0
 
@@ -153,8 +154,8 @@ def _check_beginning(prompt: Chat, chat: Chat, repeated: int, column: str) -> No
         raise ValueError(f"{column!r} repeats 'prompt' and has no answer to it.")
     if not prompt or not chat or repeated:
         return
-    role, last = chat[0]["role"], prompt[-1]["role"]
-    if role == "system" or (role == "user" and last == "user"):
+    role = chat[0]["role"]
+    if role == "system" or (role == "user" and prompt[-1]["role"] == "user"):
         raise ValueError(
             f"{column!r} begins with a message of the {role} that 'prompt' does not have: it is "
             f"unclear whether it belongs to the prompt. Let {column!r} begin with the answer to "

@@ -197,11 +197,14 @@ def cut_documents(prepared: Dataset, limits: DocumentLimits | None = None) -> Cu
     labels = pc.list_flatten(arrow_column(prepared, "labels"))
     all_starts, all_stops = pieces(lengths)
     targets_of_rows = count_in_ranges(labels, is_target, all_starts, all_stops)
-    starts, stops, targets = all_starts, all_stops, targets_of_rows
     is_cut = limits.long_rows == "wrapped_across" or bool(is_long.any())
     if is_cut:
         starts, stops = pieces(lengths, limits.max_length, limits.long_rows)
         targets = count_in_ranges(labels, is_target, starts, stops)
+    else:
+        starts = all_starts
+        stops = all_stops
+        targets = targets_of_rows
     ranges = Ranges(starts[targets > 0], stops[targets > 0])
     rows = np.searchsorted(all_stops, ranges.starts, side="right")
 
@@ -248,6 +251,6 @@ class LossCounter:
 
     def log_totals(self) -> None:
         """Log the counts of a stream that was read to its end."""
-        counts = [f"{count:,} {event}" for event, count in self._counts.items() if count]
-        if counts:
-            logger.warning(f"Rows of the stream: {'; '.join(counts)}.")
+        events = [f"{count:,} {event}" for event, count in self._counts.items() if count]
+        if events:
+            logger.warning(f"Rows of the stream: {'; '.join(events)}.")

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import groupby
 from operator import itemgetter
@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import transformers
+from tokenizers import Encoding, Tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from ..ops.masking import common_prefix_length
@@ -25,9 +26,8 @@ Span = tuple[int, int]  # the first character, and the one behind the last
 Marked = tuple[list[str], list[list[Span]]]  # texts, and spans of each
 Masked = tuple[Ids, np.ndarray, int]  # ids, a mask (tokens,), its tokens that begin before it
 
-# Characters that a text shares with the one before it, and that are encoded again, and of these,
-# tokens that must come out as they stand there.
-TAIL, AGREEING = 32, 4
+TAIL = 32  # characters that a text shares with the one before it, but that are encoded again
+AGREEING = 4  # tokens of the tail that must be those of the text before
 # Words whose tokens a tokenizer remembers. With 10,000, its default, encoding takes a sixth longer.
 CACHED_WORDS = 100_000
 WORD_END = re.compile(r".*[^\W\d_](?= [^\W\d_])", re.DOTALL)
@@ -52,9 +52,12 @@ class TextEncoder:
     @cached_property
     def begin(self) -> Ids:
         """What the tokenizer puts before a plain text, such as BOS."""
-        full, bare = (self.tokenizer("a", add_special_tokens=x)["input_ids"] for x in (True, False))
-        places = range(len(full) - len(bare) + 1)
-        return list(full[: next((i for i in places if full[i : i + len(bare)] == bare), 0)])
+        full = self.tokenizer("a", add_special_tokens=True)["input_ids"]
+        bare = self.tokenizer("a", add_special_tokens=False)["input_ids"]
+        for start in range(len(full) - len(bare) + 1):
+            if full[start : start + len(bare)] == bare:
+                return list(full[:start])
+        return []
 
     @cached_property
     def eos(self) -> int:
@@ -86,7 +89,8 @@ class TextEncoder:
         """Encode texts as they are, with nothing added."""
         if self._core is None:
             return [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-        return [one.ids for one in self._encodings(self._core.encode_batch_fast, texts)]
+        encodings = self._encodings(self._core.encode_batch_fast, texts)
+        return [encoding.ids for encoding in encodings]
 
     def masked(self, texts: Sequence[str], spans: Sequence[Sequence[Span]]) -> list[Masked]:
         """Encode texts as they are, and mark (tokens,) what stands for characters of their spans.
@@ -101,30 +105,34 @@ class TextEncoder:
         cuts = self._cuts(texts, spans)
         tails = [text[cut:] for text, cut in zip(texts, cuts, strict=True)]
         encodings = self._encodings(self._core.encode_batch, tails)
-        found: list[Masked] = []
-        whole: Any = None
-        for one, some, cut in zip(encodings, spans, cuts, strict=True):
-            ids, (trained, merged) = one.ids, _mask(one, [(a - cut, b - cut) for a, b in some])
-            whole = whole if cut else one
-            before = _before(whole, cut, some[0][0], ids) if cut else []
+        masked: list[Masked] = []
+        whole: Encoding | None = None
+        for encoding, text_spans, cut in zip(encodings, spans, cuts, strict=True):
+            tail_spans = [(start - cut, stop - cut) for start, stop in text_spans]
+            tail_mask, merged = _mask(encoding, tail_spans)
+            before: Ids | None = []
+            if cut and whole is not None:
+                before = _before(whole, cut, text_spans[0][0], encoding.ids)
+            else:
+                whole = encoding
             if before is None:
                 self._splits_words = False
                 return self.masked(texts, spans)
-            mask = np.concatenate([np.zeros(len(before), dtype=bool), trained])
-            found.append((before + ids, mask, merged))
-        return found
+            mask = np.concatenate([np.zeros(len(before), dtype=bool), tail_mask])
+            masked.append((before + encoding.ids, mask, merged))
+        return masked
 
     def _cuts(self, texts: Sequence[str], spans: Sequence[Sequence[Span]]) -> list[int]:
-        """Where the end of a text begins, if its beginning is that of the last whole one; or 0."""
-        found: list[int] = []
+        """Where each text must be encoded from: what is before is as in the last whole text."""
+        cuts: list[int] = []
         whole = ""
-        for text, some in zip(texts, spans, strict=True):
-            start = some[0][0] if some else 0
+        for text, text_spans in zip(texts, spans, strict=True):
+            start = text_spans[0][0] if text_spans else 0
             is_shared = self._splits_words and text[:start] == whole[:start]
             word = WORD_END.match(text, 0, start - TAIL) if is_shared and start > TAIL else None
-            found.append(word.end() if word else 0)
+            cuts.append(word.end() if word else 0)
             whole = text if word is None else whole
-        return found
+        return cuts
 
     def _masked_end(self, text: str, spans: Sequence[Span]) -> Masked:
         start, stop = spans[0] if len(spans) == 1 else (0, 0)
@@ -137,7 +145,9 @@ class TextEncoder:
         first = common_prefix_length(before, whole)
         return whole, np.arange(len(whole)) >= first, int(first < len(before))
 
-    def _encodings(self, encode: Any, texts: Sequence[str]) -> list[Any]:
+    def _encodings(
+        self, encode: Callable[..., list[Encoding]], texts: Sequence[str]
+    ) -> list[Encoding]:
         # Calls of the tokenizer leave their settings behind.
         core = self.tokenizer.backend_tokenizer
         core.no_truncation()
@@ -156,12 +166,12 @@ class TextEncoder:
         self, chats: Sequence[Chat], options: Sequence[Options], **ending: Any
     ) -> list[str]:
         """Render conversations with the chat template, each with its `options`."""
-        found: list[str] = []
-        for same, prepared in self._alike(chats, options):
-            given = {"chat_template": self._template, **same, **ending}
+        texts: list[str] = []
+        for same_options, prepared in self._alike(chats, options):
+            arguments = {"chat_template": self._template, **same_options, **ending}
             with naming_template(self.tokenizer, self._template):
-                found += self.tokenizer.apply_chat_template(prepared, tokenize=False, **given)
-        return found
+                texts += self.tokenizer.apply_chat_template(prepared, tokenize=False, **arguments)
+        return texts
 
     def render_prompts(self, prompts: Sequence[Chat], options: Sequence[Options]) -> list[str]:
         """Render prompts up to where answers begin.
@@ -169,29 +179,30 @@ class TextEncoder:
         A template may render the end differently once an answer follows: then they begin before it.
         """
         pairs = zip(options, map(prompt_ending, prompts), strict=True)
-        return self.render_all(prompts, [{**given, **ending} for given, ending in pairs])
+        return self.render_all(prompts, [{**options, **ending} for options, ending in pairs])
 
     def render_marked(self, chats: Sequence[Chat], options: Sequence[Options]) -> Marked:
         """Render conversations, with the characters (start, stop) inside generation markers."""
         texts: list[str] = []
         spans: list[list[tuple[int, int]]] = []
-        for same, prepared in self._alike(chats, options):
+        for same_options, prepared in self._alike(chats, options):
             with naming_template(self.tokenizer, self._template):
-                found, marked = render_jinja_template(
-                    [[{k: v for k, v in m.items() if v is not None} for m in c] for c in prepared],
-                    chat_template=self.chosen_template(same),
+                rendered, marked = render_jinja_template(
+                    [list(map(_without_missing_keys, chat)) for chat in prepared],
+                    chat_template=self.chosen_template(same_options),
                     return_assistant_tokens_mask=True,
-                    **self.tokenizer.special_tokens_map | dict(same),
+                    **self.tokenizer.special_tokens_map | dict(same_options),
                 )
-            texts, spans = texts + found, spans + marked
+            texts += rendered
+            spans += marked
         return texts, spans
 
     def _alike(
         self, chats: Sequence[Chat], options: Sequence[Options]
     ) -> Iterator[tuple[Options, list[Chat]]]:
         """Runs of conversations with equal options, which are rendered much faster in one call."""
-        for same, rows in groupby(zip(chats, options, strict=True), key=itemgetter(1)):
-            yield same, [self._with_contents(chat, same) for chat, _ in rows]
+        for same_options, rows in groupby(zip(chats, options, strict=True), key=itemgetter(1)):
+            yield same_options, [self._with_contents(chat, same_options) for chat, _ in rows]
 
     def _with_contents(self, chat: Chat, options: Options) -> Chat:
         """A conversation with contents as the template reads them: parts, or their text."""
@@ -205,6 +216,7 @@ class TextEncoder:
         return list(map(with_parts if self._reads_parts[template] else with_text, chat))
 
     def chosen_template(self, options: Options) -> str:
+        """The chat template for these options: a tokenizer may have one of its own for tools."""
         return self.tokenizer.get_chat_template(self._template, options.get("tools"))
 
 
@@ -215,10 +227,10 @@ def with_text(message: dict[str, Any]) -> dict[str, Any]:
     """
     content = text_of_parts(message.get("content"))
     if isinstance(content, list) and message["role"] != "tool":
-        kinds = [part.get("type") if isinstance(part, dict) else part for part in content]
-        kind = next((kind for kind in kinds if kind != "text"), "text without text")
+        types = [part.get("type") if isinstance(part, dict) else part for part in content]
+        wrong = next((part_type for part_type in types if part_type != "text"), "text without text")
         raise ValueError(
-            f"the content of a message of the {message['role']} has a part {kind!r:.40}, but the "
+            f"the content of a message of the {message['role']} has a part {wrong!r:.40}, but the "
             "chat template reads text alone: a string, or parts such as "
             '{"type": "text", "text": "..."}.'
         )
@@ -230,13 +242,15 @@ def with_parts(message: dict[str, Any]) -> dict[str, Any]:
     content = message.get("content")
     if not isinstance(content, list):
         return dict(message)
-    parts = [
-        {key: value for key, value in part.items() if value is not None}
-        if isinstance(part, dict)
-        else part
-        for part in content
-    ]
-    return message | {"content": parts}
+    return message | {
+        "content": [
+            _without_missing_keys(part) if isinstance(part, dict) else part for part in content
+        ]
+    }
+
+
+def _without_missing_keys(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if value is not None}
 
 
 def whole_texts(texts: Sequence[str]) -> list[list[Span]]:
@@ -244,56 +258,66 @@ def whole_texts(texts: Sequence[str]) -> list[list[Span]]:
     return [[(0, len(text))] for text in texts]
 
 
-def _before(whole: Any, cut: int, start: int, ids: Ids) -> Ids | None:
+def _before(whole: Encoding, cut: int, start: int, ids: Ids) -> Ids | None:
     """The tokens of a text before a cut, if the ones behind it begin like `ids`."""
-    first, stop = _token_at(whole, cut), _token_at(whole, start)
+    first = _token_at(whole, cut)
+    stop = _token_at(whole, start)
     agreeing = min(max(stop - first - 1, 1), AGREEING)  # the last token may merge
-    known = whole.ids[: first + agreeing]
-    return known[:first] if known[first:] == ids[:agreeing] else None
+    whole_ids: Ids = whole.ids[: first + agreeing]
+    return whole_ids[:first] if whole_ids[first:] == ids[:agreeing] else None
 
 
-def _mask(encoding: Any, spans: Sequence[Span]) -> tuple[np.ndarray, int]:
-    trained, merged = np.zeros(len(encoding), dtype=bool), 0
+def _mask(encoding: Encoding, spans: Sequence[Span]) -> tuple[np.ndarray, int]:
+    """Mark the tokens that stand for characters of spans; count those that begin before theirs."""
+    trained = np.zeros(len(encoding), dtype=bool)
+    merged = 0
     for start, stop in spans:
-        first, behind = _token_at(encoding, start), _token_at(encoding, stop)
-        while behind < len(encoding) and encoding.token_to_chars(behind)[0] < stop:
+        first = _token_at(encoding, start)
+        behind = _token_at(encoding, stop)
+        while behind < len(encoding) and _characters(encoding, behind)[0] < stop:
             behind += 1
         if first < behind:
             # A token may leave out the space that it begins with: then nothing ends at `start`.
-            edge = encoding.token_to_chars(first - 1)[1] if first else start
-            merged += encoding.token_to_chars(first)[0] < start or edge < start
+            edge = _characters(encoding, first - 1)[1] if first else start
+            merged += _characters(encoding, first)[0] < start or edge < start
             trained[first:behind] = True
     return trained, merged
 
 
-def _token_at(encoding: Any, place: int) -> int:
-    """The first token that stands for this character, or for the first one behind it that has."""
-    if (token := encoding.char_to_token(place)) is not None:
+def _characters(encoding: Encoding, token: int) -> Span:
+    """The characters that a token stands for."""
+    return encoding.token_to_chars(token) or (0, 0)
+
+
+def _token_at(encoding: Encoding, position: int) -> int:
+    """The first token that stands for the character at a position, or for one behind it."""
+    if (token := encoding.char_to_token(position)) is not None:
         return int(token)
-    end = encoding.token_to_chars(len(encoding) - 1)[1] if len(encoding) else 0
-    tokens = map(encoding.char_to_token, range(place, end))
+    end = _characters(encoding, len(encoding) - 1)[1] if len(encoding) else 0
+    tokens = map(encoding.char_to_token, range(position, end))
     return next((token for token in tokens if token is not None), len(encoding))
 
 
 def template_options(row: Mapping[str, Any]) -> dict[str, Any]:
     """Read a row's tools (a list, or JSON) and `chat_template_kwargs`; None means none."""
-    found = {}
-    for name in ("tools", "chat_template_kwargs"):
-        value = row.get(name)
-        try:
-            found[name] = json.loads(value) if isinstance(value, str) else value
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{name} is not valid JSON: {error}.") from None
-    if not isinstance(found["tools"], Sequence | None):
-        raise TypeError(f"tools must be a list of tools, not {found['tools']!r:.60}.")
-    if not isinstance(found["chat_template_kwargs"], Mapping | None):
-        kwargs = found["chat_template_kwargs"]
+    tools = _json_value(row, "tools")
+    if not isinstance(tools, Sequence | None):
+        raise TypeError(f"tools must be a list of tools, not {tools!r:.60}.")
+    kwargs = _json_value(row, "chat_template_kwargs")
+    if not isinstance(kwargs, Mapping | None):
         raise TypeError(f"chat_template_kwargs must be a mapping, not {kwargs!r:.60}.")
-    kwargs = found["chat_template_kwargs"] or {}
-    return {"tools": found["tools"] or None} | {k: v for k, v in kwargs.items() if v is not None}
+    return {"tools": tools or None, **_without_missing_keys(kwargs or {})}
 
 
-def remember_words(core: Any, count: int) -> None:
+def _json_value(row: Mapping[str, Any], name: str) -> object:
+    value = row.get(name)
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{name} is not valid JSON: {error}.") from None
+
+
+def remember_words(core: Tokenizer, count: int) -> None:
     """Let a fast tokenizer keep the tokens of `count` words, where its kind of model keeps any.
 
     tokenizers 0.23 can otherwise be told so only when a model is made.

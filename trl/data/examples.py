@@ -150,11 +150,11 @@ def num_tokens(example: Example) -> int:
 
 def token_counts(dataset: Dataset) -> np.ndarray:
     """Tokens of each row of a prepared dataset (rows,), a prompt's once; 0 where rows are lazy."""
-    counts = np.zeros(len(dataset), dtype=np.int64)
+    tokens = np.zeros(len(dataset), dtype=np.int64)
     for name in TOKEN_COLUMNS:
         if name in dataset.column_names:
-            counts += row_lengths(dataset, name)
-    return counts
+            tokens += row_lengths(dataset, name)
+    return tokens
 
 
 class RowReader(TorchDataset[Example]):
@@ -196,8 +196,8 @@ def to_examples(table: pa.Table) -> list[Example]:
 
 
 def _to_list(column: pa.ChunkedArray) -> list[object]:
-    kind = column.type
-    if not pa.types.is_list(kind) or not pa.types.is_integer(kind.value_type):
+    is_list = pa.types.is_list(column.type)
+    if not is_list or not pa.types.is_integer(column.type.value_type):
         values: list[object] = column.to_pylist()
         return values
     rows: list[object] = []

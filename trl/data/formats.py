@@ -45,16 +45,16 @@ def is_conversational_from_value(example: Row) -> bool:
 
 def maybe_convert_to_chatml(example: dict[str, list[Any]]) -> dict[str, list[Any]]:
     """Rename `from`, `value` and `conversations` of a row to `role`, `content` and `messages`."""
-    found = dict(example)
+    renamed = dict(example)
     for column in (*FIELDS, "conversations"):
-        if isinstance(found.get(column), list):
-            found[column] = [_turn(turn) for turn in found[column]]
-    if "conversations" in found:
-        found["messages"] = found.pop("conversations")
-    return found
+        if isinstance(renamed.get(column), list):
+            renamed[column] = [_turn(turn) for turn in renamed[column]]
+    if "conversations" in renamed:
+        renamed["messages"] = renamed.pop("conversations")
+    return renamed
 
 
-def _turn(turn: Any) -> Any:
+def _turn(turn: object) -> object:
     if not isinstance(turn, dict) or not {"from", "value"} & turn.keys():
         return turn
     names = {"from": "role", "value": "content"}
@@ -98,8 +98,8 @@ def _render_answers(example: Row, render: Callable[..., str]) -> Row:
     # A template may render the end of a prompt differently once something follows it.
     texts = [render(prompt, **prompt_ending(prompt)), *whole.values()]
     shared = os.path.commonprefix(texts)  # noqa: RUF071 (no paths)
-    found = {"prompt": shared} | {name: text[len(shared) :] for name, text in whole.items()}
-    return found | ({"label": example["label"]} if "label" in example else {})
+    rendered = {"prompt": shared} | {name: text[len(shared) :] for name, text in whole.items()}
+    return rendered | ({"label": example["label"]} if "label" in example else {})
 
 
 def prompt_ending(prompt: Sequence[dict[str, Any]]) -> dict[str, bool]:
@@ -124,17 +124,18 @@ def prepare_multimodal_messages(messages: list[Row], images: list[Any] | None = 
     the first user message. ValueError: a role is unknown, or images and blocks differ in number.
     """
     images = list(images or [])
-    found = [_with_blocks(message) for message in messages]
-    places = list(chain(*map(_empty_image_blocks, found)))
-    users = (new for new in found if new["role"] == "user" and new.get("content"))
-    if not places and (first := next(users, None)):
-        places = [{"type": "image"} for _ in images]
-        first["content"] = [*places, *first["content"]]
-    if len(places) != len(images):
-        raise ValueError(f"{len(images)} images were given for {len(places)} image blocks.")
-    for block, image in zip(places, images, strict=True):
+    prepared = [_with_blocks(message) for message in messages]
+    blocks = list(chain(*map(_empty_image_blocks, prepared)))
+    users = (message for message in prepared if message["role"] == "user")
+    first = next((message for message in users if message.get("content")), None)
+    if not blocks and first is not None:
+        blocks = [{"type": "image"} for _ in images]
+        first["content"] = [*blocks, *first["content"]]
+    if len(blocks) != len(images):
+        raise ValueError(f"{len(images)} images were given for {len(blocks)} image blocks.")
+    for block, image in zip(blocks, images, strict=True):
         block["image"] = image
-    return found
+    return prepared
 
 
 def _empty_image_blocks(message: Row) -> list[Row]:
@@ -170,7 +171,7 @@ def malformed_prompt(prompt: Any, column: str = "prompt") -> str | None:
     return f"has {first[1]} in message {first[0]}." if first else None
 
 
-def malformed_message(message: Any) -> str | None:
+def malformed_message(message: object) -> str | None:
     """Say what is wrong with a message, if something is: no role, nothing in it, or an image."""
     if not isinstance(message, dict):
         return f"{message!r:.40} instead of 'role' and 'content'"
@@ -188,13 +189,13 @@ def unavailable_part(message: Row) -> str | None:
     """
     content = message.get("content")
     for part in content if isinstance(content, list) else ():
-        kind = part.get("type") if isinstance(part, dict) else None
-        if isinstance(kind, str) and any(media in kind for media in MEDIA):
-            return f"{kind!r} content, which is not available in this release,"
+        part_type = part.get("type") if isinstance(part, dict) else None
+        if isinstance(part_type, str) and any(media in part_type for media in MEDIA):
+            return f"{part_type!r} content, which is not available in this release,"
     return None
 
 
-def text_of_parts(content: Any) -> Any:
+def text_of_parts(content: object) -> Any:
     """Join the parts of a content that has text parts alone; return any other as it is."""
     if not isinstance(content, list):
         return content
@@ -202,7 +203,7 @@ def text_of_parts(content: Any) -> Any:
     return content if None in texts else "".join(filter(None, texts))
 
 
-def _text_of_part(part: Any) -> str | None:
+def _text_of_part(part: object) -> str | None:
     if not isinstance(part, dict) or part.get("type", "text") != "text":
         return None
     text = part.get("text")
@@ -237,7 +238,8 @@ def maybe_extract_prompt(example: Row) -> Row:
     """`extract_prompt` for pairs without a prompt of their format; others are unchanged."""
     if "chosen" not in example or "rejected" not in example:
         return example
-    prompt, is_text = example.get("prompt"), isinstance(example["chosen"], str)
+    prompt = example.get("prompt")
+    is_text = isinstance(example["chosen"], str)
     has_prompt = prompt is not None and isinstance(prompt, str) == is_text
     return example if has_prompt else extract_prompt(example)
 
@@ -251,8 +253,9 @@ def unpair_preference_dataset(dataset: D, **map_kwargs: Any) -> D:
 
     def unpair(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
         count = len(batch["chosen"])
-        others = {k: v * 2 for k, v in batch.items() if k not in ("chosen", "rejected")}
-        return others | {
+        answers = ("chosen", "rejected")
+        rest = {name: values * 2 for name, values in batch.items() if name not in answers}
+        return rest | {
             "completion": batch["chosen"] + batch["rejected"],
             "label": [True] * count + [False] * count,
         }
@@ -264,9 +267,10 @@ def maybe_unpair_preference_dataset(
     dataset: D, num_proc: int | None = None, desc: str | None = None
 ) -> D:
     """`unpair_preference_dataset` for datasets with both columns; others are unchanged."""
-    one = next(iter(dataset.values())) if isinstance(dataset, dict) else dataset
+    split = next(iter(dataset.values())) if isinstance(dataset, dict) else dataset
     # A stream may know its columns only from its rows.
-    if not {"chosen", "rejected"} <= set(one.column_names or next(iter(one), ())):
+    if not {"chosen", "rejected"} <= set(split.column_names or next(iter(split), ())):
         return dataset
-    options = {k: v for k, v in {"num_proc": num_proc, "desc": desc}.items() if v is not None}
-    return unpair_preference_dataset(dataset, **options)
+    options = {"num_proc": num_proc, "desc": desc}
+    chosen = {name: value for name, value in options.items() if value is not None}
+    return unpair_preference_dataset(dataset, **chosen)

@@ -24,22 +24,26 @@ def to_rows(table: pa.Table) -> list[Row]:
     return rows
 
 
-def json_decoder(kind: pa.DataType) -> Decode | None:
+def json_decoder(data_type: pa.DataType) -> Decode | None:
     """Return a function that decodes the JSON in values of an Arrow type; None if it has none."""
-    if isinstance(kind, pa.JsonType):
+    if isinstance(data_type, pa.JsonType):
         decode: Decode = Json().decode_example
         return decode
-    if isinstance(kind, pa.BaseExtensionType):  # such as the arrays of datasets
+    if isinstance(data_type, pa.BaseExtensionType):  # such as the arrays of datasets
         return None
-    if pa.types.is_struct(kind):
-        return _struct_decoder(kind)
-    if pa.types.is_nested(kind) and kind.num_fields == 1 and hasattr(kind, "value_type"):
-        return _list_decoder(json_decoder(kind.value_type))
+    if pa.types.is_struct(data_type):
+        return _struct_decoder(data_type)
+    if (
+        pa.types.is_nested(data_type)
+        and data_type.num_fields == 1
+        and hasattr(data_type, "value_type")
+    ):
+        return _list_decoder(json_decoder(data_type.value_type))
     return None
 
 
-def _struct_decoder(kind: pa.StructType) -> Decode | None:
-    decoders = {field.name: json_decoder(field.type) for field in kind}
+def _struct_decoder(struct: pa.StructType) -> Decode | None:
+    decoders = {field.name: json_decoder(field.type) for field in struct}
     by_name = {name: decode for name, decode in decoders.items() if decode is not None}
 
     def decode_struct(value: Row | None) -> Row | None:

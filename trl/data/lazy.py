@@ -63,8 +63,7 @@ class LazyDocuments:
 
 def untrained(source: int) -> Example:
     """A document without a token in the loss."""
-    ids, labels = [0, 0], [IGNORED, IGNORED]
-    return Example(input_ids=ids, labels=labels, source=source, merged=0, origin="")
+    return Example(input_ids=[0, 0], labels=[IGNORED, IGNORED], source=source, merged=0, origin="")
 
 
 def lazy_documents(

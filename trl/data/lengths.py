@@ -1,6 +1,6 @@
 """How long the rows of a dataset are, and what a limit on their length would cost."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -38,10 +38,10 @@ class LengthProfile:
     warnings: list[str] = field(default_factory=list)
     largest_that_fits: int | None = None  # limit that the memory of the device allows, if known
 
-    def warn(self, what: str, count: Any) -> None:
-        """Say how many rows have something wrong, if there are any."""
+    def warn(self, problem: str, count: int) -> None:
+        """Warn that so many rows have a problem, if there are any."""
         if count:
-            self.warnings.append(f"Warning: {what} in {int(count)} of {self.rows} rows.")
+            self.warnings.append(f"Warning: {problem} in {count} of {self.rows} rows.")
 
 
 def profile_supervised(
@@ -53,7 +53,7 @@ def profile_supervised(
     starts, ends = pieces(lengths)
     labels = pc.list_flatten(arrow_column(table, "labels"))
     trained = count_in_ranges(labels, is_target, starts, ends)
-    parts = {"prompt": lengths - trained, "trained": trained, "row": lengths}
+    lengths_by_part = {"prompt": lengths - trained, "trained": trained, "row": lengths}
 
     def cut(size: int) -> dict[str, int]:
         last_labels = labels.take(ends[lengths > size] - 1)
@@ -63,12 +63,12 @@ def profile_supervised(
     size = pack_size or int(lengths.max(initial=1))
     repeated = {"repeated share in the batch of all rows": repeated_share(table["input_ids"])}
     sources = numbers(table, "source").tolist()
-    found = _profile(parts, sources, cut, max_lengths, repeated)
+    profile = _profile(lengths_by_part, sources, cut, max_lengths, repeated)
     cut_lengths = cut_documents(table, DocumentLimits(max_length=size)).lengths
-    found.packing.update(_packing(cut_lengths, size))
-    found.warn("no token to train on", len(report.untrained))
-    found.warn("a token across the edge of what is trained", report.merged)
-    return found
+    profile.packing.update(_packing(cut_lengths, size))
+    profile.warn("no token to train on", len(report.untrained))
+    profile.warn("a token across the edge of what is trained", report.merged)
+    return profile
 
 
 def _limit(report: CutReport) -> dict[str, int]:
@@ -83,11 +83,12 @@ def _limit(report: CutReport) -> dict[str, int]:
 def profile_preferences(table: Dataset, max_lengths: Sequence[int] = ()) -> LengthProfile:
     """Profile a dataset as of `prepare_preferences`; a pack is as large as its longest row."""
     lengths = preference_lengths(table)
-    prompts, answers = lengths.prompts, lengths.answers
+    prompts = lengths.prompts
+    answers = lengths.answers
     paired = "chosen_ids" in table.column_names
     names = ["chosen", "rejected"] if paired else [f"answer {k}" for k in range(answers.shape[1])]
     whole = prompts + answers.max(axis=1)
-    parts = {"prompt": prompts, **dict(zip(names, answers.T, strict=True)), "row": whole}
+    lengths_by_part = {"prompt": prompts, **dict(zip(names, answers.T, strict=True)), "row": whole}
 
     def cut(size: int) -> dict[str, int]:
         return _limit(cut_preferences(table, PreferenceLimits(max_length=size)).report)
@@ -96,13 +97,13 @@ def profile_preferences(table: Dataset, max_lengths: Sequence[int] = ()) -> Leng
     together = prompts.sum() + lengths.of_answers.sum()
     repeated = {"repeated share in the answers of a prompt": 1 - together / max(separate, 1)}
     sources = numbers(table, "source").tolist()
-    found = _profile(parts, sources, cut, max_lengths, repeated)
-    found.packing.update(_packing(whole, int(whole.max(initial=1))))
-    found.warn("an empty answer", (answers == 0).any(axis=1).sum())
+    profile = _profile(lengths_by_part, sources, cut, max_lengths, repeated)
+    profile.packing.update(_packing(whole, int(whole.max(initial=1))))
+    profile.warn("an empty answer", int((answers == 0).any(axis=1).sum()))
     if paired:
         pairs = zip(table["chosen_ids"], table["rejected_ids"], strict=True)
-        found.warn("the same answer twice", sum(chosen == rejected for chosen, rejected in pairs))
-    return found
+        profile.warn("the same answer twice", sum(chosen == rejected for chosen, rejected in pairs))
+    return profile
 
 
 def profile_prompts(
@@ -122,15 +123,15 @@ def profile_prompts(
     return _profile({"prompt": lengths}, range(len(lengths)), cut, max_lengths, repeated)
 
 
-def candidates(lengths: np.ndarray, given: Sequence[int] = ()) -> list[int]:
-    """Limits worth judging: powers of two up to the longest row, p90 to p100, and given ones."""
+def candidates(lengths: np.ndarray, further: Sequence[int] = ()) -> list[int]:
+    """Limits worth judging: powers of two up to the longest row, p90 to p100, and further ones."""
     top = int(lengths.max(initial=1))
     powers = [2**k for k in range(6, top.bit_length() + 1)]
     high = np.percentile(lengths, (90, 95, 99, 100), method="higher").astype(int).tolist()
-    return sorted({*powers, *high, *given})
+    return sorted({*powers, *high, *further})
 
 
-def repeated_share(rows: Any) -> float:
+def repeated_share(rows: Iterable[Sequence[int]]) -> float:
     """Share of tokens in beginnings that other rows have too, which a prefix tree holds once."""
     ordered = sorted(list(ids) for ids in rows)
     total = sum(map(len, ordered))
@@ -146,26 +147,27 @@ def padding_table(lengths: np.ndarray) -> Table:
 
 def _padding(lengths: np.ndarray, size: int) -> float:
     starts = np.arange(0, len(lengths), size)
-    places = np.maximum.reduceat(lengths, starts) @ np.diff(starts, append=len(lengths))
-    return round(1 - float(lengths.sum()) / max(float(places), 1), 4)
+    positions = np.maximum.reduceat(lengths, starts) @ np.diff(starts, append=len(lengths))
+    return round(1 - float(lengths.sum()) / max(float(positions), 1), 4)
 
 
 def _profile(
-    parts: dict[str, np.ndarray],
+    lengths_by_part: dict[str, np.ndarray],
     source: Sequence[int],
     cut: Callable[[int], dict[str, int]],
     max_lengths: Sequence[int],
     repeated: dict[str, float],
 ) -> LengthProfile:
-    """Put facts together; the last of the parts is the whole row, and `cut` judges a limit."""
-    *_, lengths = parts.values()
-    longest, top = np.argsort(-lengths, kind="stable")[:3].tolist(), int(lengths.max(initial=1))
+    """Make a profile; the last of the parts is the whole row, and `cut` judges a limit."""
+    *_, lengths = lengths_by_part.values()
+    longest = np.argsort(-lengths, kind="stable")[:3].tolist()
+    top = int(lengths.max(initial=1))
     edges = np.unique(np.linspace(0, top + 1, min(BINS, top + 1) + 1).astype(int))
     histogram = {"edges": edges.tolist(), "rows": np.histogram(lengths, edges)[0].tolist()}
     return LengthProfile(
         rows=len(lengths),
         tokens=int(lengths.sum()),
-        parts={name: _summary(values) for name, values in parts.items()},
+        parts={name: _summary(values) for name, values in lengths_by_part.items()},
         longest=[(source[i], int(lengths[i])) for i in longest],
         limits=[{"max_length": n} | cut(n) for n in candidates(lengths, max_lengths)],
         padding=padding_table(lengths),
@@ -185,6 +187,6 @@ def _packing(lengths: np.ndarray, size: int) -> dict[str, float]:
 
 
 def _summary(values: np.ndarray) -> dict[str, float]:
-    found = np.percentile(values, [*PERCENTILES.values()], method="higher").astype(int).tolist()
+    percentiles = np.percentile(values, [*PERCENTILES.values()], method="higher")
     sums = {"mean": round(float(values.mean()), 1), "tokens": int(values.sum())}
-    return dict(zip(PERCENTILES, found, strict=True)) | sums
+    return dict(zip(PERCENTILES, percentiles.astype(int).tolist(), strict=True)) | sums

@@ -1,6 +1,6 @@
-"""Which documents go into one micro-batch, and datasets packed or cut as a whole."""
+"""Which rows go into one micro-batch, and functions that pack or cut whole datasets."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -21,9 +21,10 @@ def pieces(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Cut rows that lie end to end into pieces of at most `size` tokens: start and end of each.
 
-    "split" and "wrapped" cut where rows end, and every `size` tokens of a row, or of all;
-    "wrapped_across" does the latter alone. "keep_end" has the last tokens of each row, "drop" none
-    of a longer one, and others, such as "cut" and "keep_start", the first ones.
+    "split" starts a new piece every `size` tokens of a row, "wrapped" every `size` tokens of all
+    rows and at the end of each row, "wrapped_across" every `size` tokens of all rows alone.
+    "keep_end" keeps the last tokens of a longer row, "drop" none of them, and others, such as "cut"
+    and "keep_start", the first ones.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     ends = np.cumsum(lengths)
@@ -31,38 +32,38 @@ def pieces(
     if size is None:
         return starts, ends
     if how not in ("split", "wrapped", "wrapped_across"):
-        kept = np.where(lengths > size, 0 if how == "drop" else size, lengths)
-        starts = ends - kept if how == "keep_end" else starts
-        return starts, starts + kept
+        cut_lengths = np.where(lengths > size, 0 if how == "drop" else size, lengths)
+        starts = ends - cut_lengths if how == "keep_end" else starts
+        return starts, starts + cut_lengths
     inner = np.arange(0, lengths.sum(), size)
     if how == "split":
-        counts = -(-lengths // size)
-        inner = np.repeat(starts, counts) + size * ragged_ranges(np.zeros_like(counts), counts)
-    kept = ends[-1:] if how == "wrapped_across" else ends
-    cuts = np.unique(np.concatenate([[0], inner, kept]))
-    return cuts[:-1], cuts[1:]
+        numbers = -(-lengths // size)  # of pieces of each row
+        inner = np.repeat(starts, numbers) + size * ragged_ranges(np.zeros_like(numbers), numbers)
+    outer = ends[-1:] if how == "wrapped_across" else ends
+    edges = np.unique(np.concatenate([[0], inner, outer]))
+    return edges[:-1], edges[1:]
 
 
-def ragged_ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Concatenate `range(start, start + count)` of all starts and counts."""
-    before = np.cumsum(counts) - counts
-    return np.arange(int(counts.sum())) + np.repeat(starts - before, counts)
+def ragged_ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Concatenate `range(start, start + size)` of all starts and sizes."""
+    before = np.cumsum(sizes) - sizes
+    return np.arange(int(sizes.sum())) + np.repeat(starts - before, sizes)
 
 
 def share_of_rank(batches: Sequence[list[int]], rank: int, ranks: int) -> Iterator[list[int]]:
-    """The micro-batches of a rank; if none is left for it, an item that does not count, `~item`."""
+    """Deal out micro-batches to a rank; if none is left for it, it gets a filler, `~row`."""
     for first in range(0, len(batches), ranks):
         mine = first + rank
         yield batches[mine] if mine < len(batches) else [~batches[first][0]]
 
 
 class MicroBatchSampler(Sampler[list[int]]):
-    """Yields the documents of a rank's micro-batches, in an order that seed and epoch decide.
+    """Yields the rows of a rank's micro-batches, in an order that depends on seed and epoch.
 
-    A micro-batch has `rows` documents, or packs of best fitting documents with `pack_size` tokens,
-    and at most `max_tokens`; a longer document is alone. Without a seed, the order stays. `place`
-    is the rank of this process, and how many there are. Epochs have equal numbers of micro-batches:
-    with `max_tokens` the same ones in another order, else new ones.
+    A micro-batch has `rows` rows, or packs of rows that fit together in `pack_size` tokens, and at
+    most `max_tokens` tokens; a longer row is alone. Without a seed, the order is that of the
+    dataset. `place` is the rank of this process, and how many there are. All epochs have equally
+    many micro-batches: with `max_tokens` the same ones in another order, else new ones.
     """
 
     def __init__(
@@ -75,13 +76,19 @@ class MicroBatchSampler(Sampler[list[int]]):
         place: tuple[int, int] = (0, 1),
     ):
         self._lengths = np.asarray(lengths, dtype=np.int64)
-        self._rows, self._max_tokens, self._pack_size = rows, max_tokens, pack_size
-        self._seed, self._place = seed, place
+        self._rows = rows
+        self._max_tokens = max_tokens
+        self._pack_size = pack_size
+        self._seed = seed
+        self._place = place
         self._epoch = 0
-        self._made: tuple[int, list[list[int]]] | None = None
+        self._cached_batches: list[list[int]] | None = None  # of the epoch
 
     def set_epoch(self, epoch: int) -> None:
-        self._epoch = epoch
+        """Choose the order of an epoch."""
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._cached_batches = None
 
     def __iter__(self) -> Iterator[list[int]]:
         return share_of_rank(self.batches(), *self._place)
@@ -91,23 +98,25 @@ class MicroBatchSampler(Sampler[list[int]]):
 
     def batches(self) -> list[list[int]]:
         """The micro-batches of the epoch, of all ranks."""
-        if self._made is None or self._made[0] != self._epoch:
-            if self._seed is None or self._max_tokens is None:
-                found = self._gathered(self._units(self._epoch))
-            else:  # Each epoch must have as many, which documents in another order would not fill.
-                rng = np.random.default_rng([self._seed, self._epoch, 1])
-                same = self._gathered(self._units(0))
-                found = [same[i] for i in rng.permutation(len(same))]
-            self._made = self._epoch, found
-        return self._made[1]
+        if self._cached_batches is None:
+            self._cached_batches = self._make_batches()
+        return self._cached_batches
+
+    def _make_batches(self) -> list[list[int]]:
+        if self._seed is None or self._max_tokens is None:
+            return self._gather(self._units(self._epoch))
+        # Rows in another order would fill another number of micro-batches.
+        batches = self._gather(self._units(0))
+        rng = np.random.default_rng([self._seed, self._epoch, 1])
+        return [batches[number] for number in rng.permutation(len(batches))]
 
     def _units(self, epoch: int) -> list[list[int]]:
-        """Documents, or packs of them, in the order of an epoch."""
+        """Rows, or packs of them, in the order of an epoch."""
         order = np.arange(len(self._lengths))
         if self._seed is not None:
             rng = np.random.default_rng([self._seed, epoch])
             order = rng.permutation(len(order))
-        units = [[document] for document in order.tolist()]
+        units = [[row] for row in order.tolist()]
         if self._pack_size is not None:
             packs = best_fit(self._lengths[order], self._pack_size)
             units = [order[pack].tolist() for pack in packs]
@@ -115,19 +124,20 @@ class MicroBatchSampler(Sampler[list[int]]):
                 units = [units[i] for i in rng.permutation(len(units))]
         return units
 
-    def _gathered(self, units: list[list[int]]) -> list[list[int]]:
-        found: list[list[int]] = []
-        count = tokens = 0
+    def _gather(self, units: list[list[int]]) -> list[list[int]]:
+        batches: list[list[int]] = []
+        num_units = num_tokens = 0  # of the last micro-batch
         lengths = self._lengths.tolist()
         for unit in units:
-            size = sum(lengths[document] for document in unit)
-            full = self._max_tokens is not None and tokens + size > self._max_tokens
-            if not found or count == self._rows or full:
-                found.append([])
-                count = tokens = 0
-            found[-1] += unit
-            count, tokens = count + 1, tokens + size
-        return found
+            unit_tokens = sum(lengths[row] for row in unit)
+            is_over = self._max_tokens is not None and num_tokens + unit_tokens > self._max_tokens
+            if not batches or num_units == self._rows or is_over:
+                batches.append([])
+                num_units = num_tokens = 0
+            batches[-1] += unit
+            num_units += 1
+            num_tokens += unit_tokens
+        return batches
 
 
 def pack_dataset(
@@ -145,22 +155,33 @@ def pack_dataset(
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy={strategy!r} must be one of {', '.join(STRATEGIES)}.")
     options = {"seq_length": seq_length, "strategy": strategy}
-    return _mapped(dataset, _pack_table, options, map_kwargs)
+    return _map_tables(dataset, _pack_table, options, map_kwargs)
 
 
 def truncate_dataset(dataset: D, max_length: int, map_kwargs: dict[str, Any] | None = None) -> D:
     """Cut every list of a dataset to its first `max_length` items; other columns are kept."""
-    return _mapped(dataset, _truncate_table, {"max_length": max_length}, map_kwargs)
+    return _map_tables(dataset, _truncate_table, {"max_length": max_length}, map_kwargs)
 
 
-def _mapped(dataset: Any, function: Any, options: dict[str, Any], given: Any) -> Any:
-    given = {"batched": True, "fn_kwargs": options} | (given or {})
+def _map_tables(
+    dataset: D,
+    function: Callable[..., pa.Table],
+    options: dict[str, Any],
+    map_kwargs: dict[str, Any] | None,
+) -> D:
+    """Map a function of Arrow tables, which has these options, over a dataset."""
+    arguments = {"batched": True, "fn_kwargs": options} | (map_kwargs or {})
     if isinstance(dataset, DatasetDict):
-        return DatasetDict({k: _mapped(v, function, options, given) for k, v in dataset.items()})
+        splits = {
+            name: _map_tables(split, function, options, map_kwargs)
+            for name, split in dataset.items()
+        }
+        return DatasetDict(splits)
     if isinstance(dataset, IterableDataset):
-        return dataset.with_format("arrow").map(function, **given).with_format(None)
-    before, given = dataset.format, {"batch_size": None} | given
-    packed = dataset.with_format("arrow").map(function, **given)
+        return dataset.with_format("arrow").map(function, **arguments).with_format(None)
+    arguments = {"batch_size": None} | arguments
+    before = dataset.format
+    packed = dataset.with_format("arrow").map(function, **arguments)
     return packed.with_format(before["type"], **before["format_kwargs"])
 
 
@@ -168,11 +189,11 @@ def _pack_table(table: pa.Table, seq_length: int, strategy: str) -> pa.Table:
     columns = {name: _lists(table, name) for name in table.column_names}
     sizes = {name: column.value_lengths().to_numpy() for name, column in columns.items()}
     lengths = next(iter(sizes.values()))
-    for name, found in sizes.items():
-        if not np.array_equal(found, lengths):
-            row = int(np.flatnonzero(found != lengths)[0])
+    for name, column_sizes in sizes.items():
+        if not np.array_equal(column_sizes, lengths):
+            row = int(np.flatnonzero(column_sizes != lengths)[0])
             raise ValueError(
-                f"Row {row}: column {name!r} has {found[row]} items and column "
+                f"Row {row}: column {name!r} has {column_sizes[row]} items and column "
                 f"{table.column_names[0]!r} has {lengths[row]}; they must be equally long."
             )
     start, stop = pieces(lengths, seq_length, STRATEGIES[strategy])
@@ -181,14 +202,16 @@ def _pack_table(table: pa.Table, seq_length: int, strategy: str) -> pa.Table:
     else:
         packs = best_fit(stop - start, seq_length)
     order = np.concatenate([*packs, []]).astype(np.int64)
-    counts, members = (stop - start)[order], np.cumsum([0, *map(len, packs)])
-    bounds = np.concatenate([[0], np.cumsum(counts)])[members]
-    chosen = pa.array(ragged_ranges(start[order], counts))
-    rows = partial(pa.ListArray.from_arrays, pa.array(bounds, pa.int32()))
-    found = {name: rows(column.flatten().take(chosen)) for name, column in columns.items()}
+    piece_lengths = (stop - start)[order]
+    pack_edges = np.cumsum([0, *map(len, packs)])  # pieces before each pack
+    token_edges = np.concatenate([[0], np.cumsum(piece_lengths)])[pack_edges]
+    tokens = pa.array(ragged_ranges(start[order], piece_lengths))
+    make_rows = partial(pa.ListArray.from_arrays, pa.array(token_edges, pa.int32()))
+    packed = {name: make_rows(column.flatten().take(tokens)) for name, column in columns.items()}
     if strategy != "wrapped":
-        found["seq_lengths"] = pa.ListArray.from_arrays(pa.array(members, pa.int32()), counts)
-    return pa.table(found)
+        edges = pa.array(pack_edges, pa.int32())
+        packed["seq_lengths"] = pa.ListArray.from_arrays(edges, piece_lengths)
+    return pa.table(packed)
 
 
 def _truncate_table(table: pa.Table, max_length: int) -> pa.Table:
@@ -198,8 +221,8 @@ def _truncate_table(table: pa.Table, max_length: int) -> pa.Table:
     return pa.table(columns)
 
 
-def _is_list(kind: pa.DataType) -> bool:
-    return pa.types.is_list(kind) or pa.types.is_large_list(kind)
+def _is_list(data_type: pa.DataType) -> bool:
+    return pa.types.is_list(data_type) or pa.types.is_large_list(data_type)
 
 
 def _lists(table: pa.Table, name: str) -> Any:
@@ -209,14 +232,14 @@ def _lists(table: pa.Table, name: str) -> Any:
     return column.combine_chunks()
 
 
-def remove_none_values(example: Any) -> Any:
+def remove_none_values(example: object) -> Any:
     """Leave out all that is None in nested lists and dictionaries; others are a TypeError."""
     if isinstance(example, list):
-        return [_bare(item) for item in example if item is not None]
+        return [_without_none(value) for value in example if value is not None]
     if isinstance(example, dict):
-        return {key: _bare(item) for key, item in example.items() if item is not None}
+        return {key: _without_none(value) for key, value in example.items() if value is not None}
     raise TypeError(f"Only lists and dictionaries can hold None values, not {type(example)}.")
 
 
-def _bare(item: Any) -> Any:
-    return remove_none_values(item) if isinstance(item, list | dict) else item
+def _without_none(value: object) -> object:
+    return remove_none_values(value) if isinstance(value, list | dict) else value

@@ -82,10 +82,10 @@ Answers = tuple[Ids, list[Ids], bool]  # prompt, answers, whether a token stands
 
 @dataclass(frozen=True)
 class Learner:
-    """Who learns from preferences, as messages call it, and from which `kinds`, keys of `KINDS`."""
+    """Who learns from preferences, as messages call it, and which keys of `KINDS` it `accepts`."""
 
     name: str = "Learning from preferences"
-    kinds: tuple[str, ...] = ("pair", "labelled", "ranked")
+    accepts: tuple[str, ...] = ("pair", "labelled", "ranked")
 
 
 ANYONE = Learner()
@@ -97,11 +97,11 @@ def kind_of_preferences(example: Mapping[str, Any], learner: Learner = ANYONE) -
     ValueError: they are none of these.
     """
     names = {_plain(name) for name in example}
-    fitting = [kind for kind, needed in KINDS.items() if needed <= names]
-    if chosen := [kind for kind in fitting if kind in learner.kinds]:
-        return chosen[0]
-    needed = "; or ".join(COLUMNS[kind] for kind in learner.kinds)
-    users = "".join(f" {USERS[kind]}" for kind in fitting)
+    fitting = [name for name, needed in KINDS.items() if needed <= names]
+    if accepted := [name for name in fitting if name in learner.accepts]:
+        return accepted[0]
+    needed = "; or ".join(COLUMNS[name] for name in learner.accepts)
+    users = "".join(f" {USERS[name]}" for name in fitting)
     raise ValueError(
         f"The examples have the columns {sorted(example)}. {learner.name} needs {needed}.{users}"
     )
@@ -135,28 +135,28 @@ def _tokenized_answers(row: Row) -> Answers:
     return prompt, row["answers"], False
 
 
-def _with_answers(row: dict[str, Any], kind: str) -> dict[str, Any]:
+def _with_answers(row: dict[str, Any], example_kind: str) -> dict[str, Any]:
     """Any example as a prompt with answers and their ranks, of which the lowest is the best."""
     is_tokenized = any(OLD_NAMES.get(name, name).endswith("_ids") for name in row)
     row = {_plain(name): value for name, value in row.items()}
-    if is_tokenized and kind == "pair":
+    if is_tokenized and example_kind == "pair":
         row |= maybe_extract_prompt(row)
-    answers = _answers(row, kind)
-    ranks = _ranks(row) if kind == "ranked" else list(range(len(answers)))
-    row |= {"ranks": ranks, "label": _label(row) if kind == "labelled" else None}
+    answers = _answers(row, example_kind)
+    ranks = _ranks(row) if example_kind == "ranked" else list(range(len(answers)))
+    row |= {"ranks": ranks, "label": _label(row) if example_kind == "labelled" else None}
     if is_tokenized:
         return row | {"answers": list(answers.values())}
-    if kind == "pair" and row.get("prompt") is None:
+    if example_kind == "pair" and row.get("prompt") is None:
         prompt, values = _without_prompt(answers)
     else:
         prompt, values = align_answers(row.get("prompt"), answers)
     return row | {"prompt": prompt, "answers": values}
 
 
-def _answers(row: Row, kind: str) -> dict[str, Any]:
+def _answers(row: Row, example_kind: str) -> dict[str, Any]:
     """The answers of an example, as messages call them."""
-    if kind != "ranked":
-        return {name: row[name] for name in ANSWERS if name in KINDS[kind]}
+    if example_kind != "ranked":
+        return {name: row[name] for name in ANSWERS if name in KINDS[example_kind]}
     for column in ("answers", "ranks"):
         if not row[column]:
             raise ValueError(f"{column!r} is {row[column]!r}: it must be a list of at least one.")
@@ -214,10 +214,10 @@ class EncodedAnswers:
 
 
 def encode_preferences(
-    rows: Sequence[Row], kind: str, encoder: TextEncoder, unpaired: bool = False
+    rows: Sequence[Row], example_kind: str, encoder: TextEncoder, unpaired: bool = False
 ) -> list[EncodedAnswers]:
     """Encode examples: two rows next to each other for each if pairs are taken apart."""
-    examples = [_with_answers(row, kind) for row in rows]
+    examples = [_with_answers(row, example_kind) for row in rows]
     if any(OLD_NAMES.get(name, name).endswith("_ids") for name in rows[0]):
         encoded: Iterable[Answers] = map(_tokenized_answers, examples)
     else:
@@ -234,7 +234,7 @@ def encode_preferences(
             merged=int(merged),
             example=number,
         )
-        if unpaired and kind == "pair":
+        if unpaired and example_kind == "pair":
             result.append(replace(row, answers_ids=answers[:1], label=True))
             result.append(replace(row, answers_ids=answers[1:], label=False))
         else:
@@ -242,23 +242,23 @@ def encode_preferences(
     return result
 
 
-def answer_columns(rows: Sequence[EncodedAnswers], kind: str) -> ArrowColumns:
+def answer_columns(rows: Sequence[EncodedAnswers], example_kind: str) -> ArrowColumns:
     """Write encoded answers down as the columns of a kind."""
     columns = {
         "prompt_ids": id_lists([row.prompt_ids for row in rows]),
         "merged": pa.array([row.merged for row in rows], pa.int32()),
     }
-    if kind != "labelled":
+    if example_kind != "labelled":
         columns["margin"] = pa.array([row.margin for row in rows], pa.float64())
-    if kind == "pair":
+    if example_kind == "pair":
         columns["chosen_ids"] = id_lists([row.answers_ids[0] for row in rows])
         columns["rejected_ids"] = id_lists([row.answers_ids[1] for row in rows])
-    elif kind == "labelled":
+    elif example_kind == "labelled":
         columns["completion_ids"] = id_lists([row.answers_ids[0] for row in rows])
         columns["label"] = pa.array([row.label for row in rows], pa.bool_())
     else:
-        counts = [len(row.answers_ids) for row in rows]
-        offsets = pa.array(np.cumsum([0, *counts]), pa.int32())
+        num_answers = [len(row.answers_ids) for row in rows]
+        offsets = pa.array(np.cumsum([0, *num_answers]), pa.int32())
         answers = id_lists([ids for row in rows for ids in row.answers_ids])
         columns["answers_ids"] = pa.ListArray.from_arrays(offsets, answers)
         columns["ranks"] = id_lists([row.ranks for row in rows])
@@ -279,20 +279,22 @@ def prepare_preferences(
     ValueError: as of `prepare_supervised`, or the dataset is not for this `learner`.
     """
     example = first_row(dataset)
-    kind = kind_of_preferences(example, learner)
-    prepared_kind = "labelled" if unpaired and kind == "pair" else kind
+    example_kind = kind_of_preferences(example, learner)
+    prepared_kind = "labelled" if unpaired and example_kind == "pair" else example_kind
     features = FEATURES[prepared_kind]
     if is_prepared(dataset, features):
         return drop_derived_columns(dataset)
     warn_of_repeated_prompt(example, [name for name in ANSWERS if name in example])
-    if kind == "pair":
+    if example_kind == "pair":
         warn_of_equal_answers(example)
     rows = RowEncoder(
-        encode=partial(encode_preferences, kind=kind, encoder=encoder, unpaired=unpaired),
-        columns=partial(answer_columns, kind=prepared_kind),
+        encode=partial(
+            encode_preferences, example_kind=example_kind, encoder=encoder, unpaired=unpaired
+        ),
+        columns=partial(answer_columns, example_kind=prepared_kind),
         features=features,
     )
-    return encode_dataset(dataset, rows, [kind, unpaired, encoder.digest], num_proc)
+    return encode_dataset(dataset, rows, [example_kind, unpaired, encoder.digest], num_proc)
 
 
 def drop_derived_columns(dataset: D) -> D:

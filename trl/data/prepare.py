@@ -211,7 +211,7 @@ def supervised_encoder(
 ) -> RowEncoder[EncodedDocument]:
     """Return what encodes examples of the kind of this one, for supervised fine-tuning."""
     encode = partial(
-        encode_supervised, kind=options.kind(example), encoder=encoder, options=options
+        encode_supervised, example_kind=options.kind(example), encoder=encoder, options=options
     )
     return RowEncoder(encode, document_columns, SUPERVISED)
 
@@ -227,8 +227,8 @@ def prepare_supervised(
     example = first_row(dataset)
     if is_prepared(dataset, SUPERVISED):
         return dataset
-    kind = options.kind(example)
-    if kind == "completion":
+    example_kind = options.kind(example)
+    if example_kind == "completion":
         warn_of_repeated_prompt(example, ["completion"])
     rows = supervised_encoder(example, encoder, options)
-    return encode_dataset(dataset, rows, [kind, encoder.digest, vars(options)], num_proc)
+    return encode_dataset(dataset, rows, [example_kind, encoder.digest, vars(options)], num_proc)

@@ -56,8 +56,9 @@ class SupervisedOptions:
     @classmethod
     def of(cls, args: Any, formatting_func: Callable[[dict[str, Any]], str] | None = None) -> Self:
         """Take the options of the same names."""
-        given = {field.name: getattr(args, field.name, None) for field in fields(cls)}
-        return cls(**given | {"formatting_func": formatting_func})
+        names = [field.name for field in fields(cls) if field.name != "formatting_func"]
+        options = {name: value for name, value in vars(args).items() if name in names}
+        return cls(**options, formatting_func=formatting_func)
 
     @property
     def trains_prompts(self) -> bool:
@@ -65,27 +66,29 @@ class SupervisedOptions:
 
     def kind(self, example: Mapping[str, Any]) -> Kind:
         """Say what examples are, from the first; a ValueError if it, or an option, does not fit."""
-        kind = self._kind(example)
-        if self.completion_only_loss and kind in ("text", "messages"):
+        example_kind = self._kind(example)
+        if self.completion_only_loss and example_kind in ("text", "messages"):
             raise ValueError(
                 f"completion_only_loss=True needs examples with a prompt and a completion; these "
                 f"have {sorted(example)}. Leave the option out"
-                + (", or use assistant_only_loss=True." if kind == "messages" else ".")
+                + (", or use assistant_only_loss=True." if example_kind == "messages" else ".")
             )
-        conversational = _is_chat(kind, example)
-        masked = kind == "tokenized" and "assistant_masks" in example
-        if self.expand_turns > conversational or self.assistant_only_loss > conversational + masked:
+        is_chat = _is_chat(example_kind, example)
+        has_masks = example_kind == "tokenized" and "assistant_masks" in example
+        needs_chat = self.expand_turns or (self.assistant_only_loss and not has_masks)
+        if needs_chat and not is_chat:
             raise ValueError(
                 f"{self.turns_option}=True needs conversations (messages with role and content); "
                 f"the examples have {sorted(example)}."
             )
-        return kind
+        return example_kind
 
     @property
     def turns_option(self) -> str | None:
         """The option that trains on messages of the assistant alone, if one is set."""
-        chosen = (name for name in ("expand_turns", "assistant_only_loss") if getattr(self, name))
-        return next(chosen, None)
+        if self.expand_turns:
+            return "expand_turns"
+        return "assistant_only_loss" if self.assistant_only_loss else None
 
     def advice(self, example: Mapping[str, Any]) -> str:
         """What to do if a dataset, with this first row, has nothing to train on."""
@@ -122,31 +125,33 @@ class SupervisedOptions:
 
 
 def encode_supervised(
-    rows: Sequence[Row], kind: Kind, encoder: TextEncoder, options: SupervisedOptions
+    rows: Sequence[Row], example_kind: Kind, encoder: TextEncoder, options: SupervisedOptions
 ) -> list[EncodedDocument]:
     """Encode examples; those with several turns may become several documents."""
-    if kind == "completion":
+    if example_kind == "completion":
         rows = [_aligned(row) for row in rows]
-    return encode_aligned(rows, kind, encoder, options)
+    return encode_aligned(rows, example_kind, encoder, options)
 
 
 def encode_aligned(
-    rows: Sequence[Row], kind: Kind, encoder: TextEncoder, options: SupervisedOptions
+    rows: Sequence[Row], example_kind: Kind, encoder: TextEncoder, options: SupervisedOptions
 ) -> list[EncodedDocument]:
     """`encode_supervised` for prompts and completions that were aligned, see `align_answers`."""
-    are_chats = [_is_chat(kind, row) for row in rows]
+    are_chats = [_is_chat(example_kind, row) for row in rows]
     if len(set(are_chats)) > 1:  # as columns of JSON may be
         return _of_both_forms(rows, are_chats, encoder, options)
     examples: Sequence[int] = range(len(rows))
     if all(are_chats):
-        targets = _chats(rows, kind, encoder, options)
+        targets = _chats(rows, example_kind, encoder, options)
         examples = [example for _, _, example in targets]
         texts = [text for text, _, _ in targets]
         masked = encoder.masked(texts, [spans for _, spans, _ in targets])
-    elif kind == "tokenized":
+    elif example_kind == "tokenized":
         masked = [_tokenized(row, options) for row in rows]
     else:
-        masked = [encoder.closed(*row) for row in encoder.masked(*_texts(rows, kind, options))]
+        masked = [
+            encoder.closed(*row) for row in encoder.masked(*_texts(rows, example_kind, options))
+        ]
     origins = [str(row.get(options.source_column, "")) for row in rows]
     return [
         EncodedDocument(ids, loss_mask, merged, example, origins[example])
@@ -173,20 +178,20 @@ def _of_both_forms(
     return sorted(documents, key=attrgetter("example"))
 
 
-def _is_chat(kind: Kind, example: Mapping[str, Any]) -> bool:
-    if kind != "completion":
-        return kind == "messages"
+def _is_chat(example_kind: Kind, example: Mapping[str, Any]) -> bool:
+    if example_kind != "completion":
+        return example_kind == "messages"
     return any(isinstance(example[column], (list, tuple)) for column in ("prompt", "completion"))
 
 
-def _texts(rows: Sequence[Row], kind: Kind, options: SupervisedOptions) -> Marked:
-    if kind == "completion":
+def _texts(rows: Sequence[Row], example_kind: Kind, options: SupervisedOptions) -> Marked:
+    if example_kind == "completion":
         return _completions(rows, options)
     texts = list(map(options.formatting_func or itemgetter(options.dataset_text_field), rows))
     wrong = next((text for text in texts if not isinstance(text, str)), "")
     if wrong != "":
-        what = "what formatting_func returns" if options.formatting_func else "the text"
-        raise TypeError(f"{what} must be a string, not {wrong!r:.80}.")
+        subject = "what formatting_func returns" if options.formatting_func else "the text"
+        raise TypeError(f"{subject} must be a string, not {wrong!r:.80}.")
     return texts, whole_texts(texts)
 
 
@@ -199,16 +204,17 @@ def _completions(rows: Sequence[Row], options: SupervisedOptions) -> Marked:
 
 
 def _chats(
-    rows: Sequence[Row], kind: Kind, encoder: TextEncoder, options: SupervisedOptions
+    rows: Sequence[Row], example_kind: Kind, encoder: TextEncoder, options: SupervisedOptions
 ) -> list[Target]:
-    prompts, answers = _conversations(rows, kind)
-    chats, settings = list(map(add, prompts, answers)), list(map(template_options, rows))
-    skips = kind == "completion" and not options.trains_prompts
+    prompts, answers = _conversations(rows, example_kind)
+    chats = list(map(add, prompts, answers))
+    settings = list(map(template_options, rows))
+    skips = example_kind == "completion" and not options.trains_prompts
     if (name := options.turns_option) is not None:
         for chat in chats:
             check_roles(chat, name)
     if options.expand_turns:
-        firsts = [skips * len(prompt) for prompt in prompts]
+        firsts = [len(prompt) if skips else 0 for prompt in prompts]
         expanded = map(partial(expanded_turns, encoder), chats, settings, firsts)
         return [(*target, i) for i, targets in enumerate(expanded) for target in targets]
     if options.assistant_only_loss:
@@ -222,9 +228,9 @@ def _chats(
     return list(zip(texts, spans, range(len(texts)), strict=True))
 
 
-def _conversations(rows: Sequence[Row], kind: Kind) -> tuple[list[Chat], list[Chat]]:
+def _conversations(rows: Sequence[Row], example_kind: Kind) -> tuple[list[Chat], list[Chat]]:
     """Prompts, empty for conversations as a whole, and what follows them."""
-    if kind == "completion":
+    if example_kind == "completion":
         return [row["prompt"] for row in rows], [row["completion"] for row in rows]
     name = next(x for x in ("messages", "conversations") if x in rows[0])
     chats = [as_messages(row[name], name) for row in rows]
@@ -247,7 +253,9 @@ def _tokenized(row: Row, options: SupervisedOptions) -> Masked:
             f"input_ids has the id {ids[position]} at position {position}, but ids begin with 0. "
             "To leave a token out of the loss, keep its id, and write -100 into 'labels'."
         )
-    names = ["labels", "assistant_masks", *["completion_mask"] * (not options.trains_prompts)]
+    names = ["labels", "assistant_masks"]
+    if not options.trains_prompts:
+        names.append("completion_mask")
     trained = np.ones(len(ids), dtype=bool)
     for name in (name for name in names if row.get(name) is not None):
         values = np.asarray(row[name])
@@ -273,18 +281,19 @@ def assistant_spans(
     no message has, are not the assistant's. Turns are found by the template's generation markers,
     or by rendering again without and with them. ValueError: neither is exact for this template.
     """
-    if all(has_generation_markers(encoder.chosen_template(one)) for one, _ in groupby(options)):
-        texts, found = encoder.render_marked(chats, options)
+    templates = [encoder.chosen_template(row_options) for row_options, _ in groupby(options)]
+    if all(map(has_generation_markers, templates)):
+        texts, spans = encoder.render_marked(chats, options)
     else:
         texts = encoder.render_all(chats, options)
-        found = [
-            [_turn(encoder, chat, option, k, text) for k in _said(chat)]
-            for chat, option, text in zip(chats, options, texts, strict=True)
+        spans = [
+            [_turn(encoder, chat, row_options, k, text) for k in _assistant_turns(chat)]
+            for chat, row_options, text in zip(chats, options, texts, strict=True)
         ]
-    return texts, list(map(without_added_thinking, texts, chats, found))
+    return texts, list(map(without_added_thinking, texts, chats, spans))
 
 
-def _said(chat: Chat, first: int = 0) -> list[int]:
+def _assistant_turns(chat: Chat, first: int = 0) -> list[int]:
     return [k for k in range(first, len(chat)) if chat[k]["role"] == "assistant"]
 
 
@@ -292,7 +301,8 @@ def _turn(encoder: TextEncoder, messages: Chat, options: Options, k: int, text: 
     head = _attempt(encoder, messages[:k], options, add_generation_prompt=True)
     last = k + 1 == len(messages)
     through = text if last else _attempt(encoder, messages[: k + 1], options)
-    start, stop = _length_of_beginning(text, head), _length_of_beginning(text, through)
+    start = _length_of_beginning(text, head)
+    stop = _length_of_beginning(text, through)
     if start is None or stop is None:
         # The turn's content replaced shows what the template writes around it.
         stand_in = {"role": "assistant", "content": STAND_IN}
@@ -301,12 +311,13 @@ def _turn(encoder: TextEncoder, messages: Chat, options: Options, k: int, text: 
         start = _length_of_beginning(text, before) if start is None else start
         stop = _end_before(encoder, text, behind) if stop is None else stop
     if start is None or stop is None:
-        what, found = ("beginning", head) if start is None else ("end", through)
-        at = common_prefix_length(found, text)
+        edge = "beginning" if start is None else "end"
+        rendered = head if start is None else through
+        at = common_prefix_length(rendered, text)
         raise ValueError(
-            f"The chat template has no generation markers, and the {what} of message {k} cannot be "
-            f"found by rendering the conversation again: {found[at : at + 40]!r} stands where the "
-            f"whole conversation has {text[at : at + 40]!r}. Use a template with generation "
+            f"The chat template has no generation markers, and the {edge} of message {k} cannot be "
+            f"found by rendering the conversation again: {rendered[at : at + 40]!r} stands where "
+            f"the whole conversation has {text[at : at + 40]!r}. Use a template with generation "
             "markers, prompt-completion data, or expand_turns=True."
         )
     behind_end = re.findall(rf"{encoder.special}(\s*)\Z", text[start:stop])
@@ -338,13 +349,13 @@ def without_added_thinking(text: str, messages: Chat, spans: Sequence[Span]) -> 
         return list(spans)
     own = (EMPTY_THINKING.split(str(m.get("content")), maxsplit=1)[1:] for m in messages)
     followed = tuple(chain.from_iterable(own))
-    found = list(spans)
+    remaining = list(spans)
     for block in EMPTY_THINKING.finditer(text):
         if not text.startswith(followed, block.end()):
             first, behind = block.span()
-            sides = ([(a, min(b, first)), (max(a, behind), b)] for a, b in found)
-            found = [(a, b) for a, b in chain(*sides) if a < b]
-    return [(start, stop) for start, stop in found if text[start:stop].strip()]
+            sides = ([(a, min(b, first)), (max(a, behind), b)] for a, b in remaining)
+            remaining = [(a, b) for a, b in chain(*sides) if a < b]
+    return [(start, stop) for start, stop in remaining if text[start:stop].strip()]
 
 
 def expanded_turns(
@@ -356,11 +367,12 @@ def expanded_turns(
     target that the next one continues unchanged is part of that one, so there may be one row alone.
     """
     targets: list[tuple[str, list[Span]]] = []
-    for k in _said(messages, first):
+    for k in _assistant_turns(messages, first):
         chat = messages[: k + 1]
         text = encoder.render_all([chat], [options])[0]
         turn = _turn(encoder, chat, options, k, text)
-        text, spans = text[: turn[1]], without_added_thinking(text, chat[-1:], [turn])
+        spans = without_added_thinking(text, chat[-1:], [turn])
+        text = text[: turn[1]]
         if targets and text.startswith(targets[-1][0]):
             spans = targets.pop()[1] + spans
         targets.append((text, spans))

@@ -86,9 +86,9 @@ def clone_chat_template(
     step = resize_to_multiple_of or 1
     size = -(-size // step) * step
     model.resize_token_embeddings(size)
-    known = tokenizer.get_vocab()
+    vocabulary = tokenizer.get_vocab()
     names = (f"<extra_id_{i}>" for i in range(size + len(tokenizer)))
-    fillers = [name for name in names if name not in known][: size - len(tokenizer)]
+    fillers = [name for name in names if name not in vocabulary][: size - len(tokenizer)]
     tokenizer.add_tokens(fillers)
     return model, tokenizer, tokenizer.convert_tokens_to_ids(missing + fillers)
 
@@ -97,8 +97,9 @@ def take_template(tokenizer: PreTrainedTokenizerBase, path: str) -> list[str]:
     """Give a tokenizer the chat template and EOS token of another one, and return added tokens."""
     source = AutoTokenizer.from_pretrained(path)
     tokenizer.chat_template = source.get_chat_template()
-    known = tokenizer.get_vocab()
-    missing = [t for t in source.added_tokens_decoder.values() if t.content not in known]
+    vocabulary = tokenizer.get_vocab()
+    added = source.added_tokens_decoder.values()
+    missing = [token for token in added if token.content not in vocabulary]
     tokenizer.add_tokens(missing)
     tokenizer.eos_token = source.eos_token
     return [token.content for token in missing]
@@ -124,8 +125,8 @@ def naming_template(
         used = tokenizer.chat_template if template is None else template
         if file.is_file() and file.read_text(encoding="utf-8") == used:
             where += f" {file}"
-        kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
-        raise ValueError(f"{where}: {kind}{error}") from error
+        error_class = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
+        raise ValueError(f"{where}: {error_class}{error}") from error
 
 
 def line_of_template(error: BaseException) -> int | None:
