@@ -1,4 +1,4 @@
-"""Rows of prepared datasets, and the groups and columns of a batch that are made of them.
+"""Rows of prepared datasets, and how they become the groups and columns of a batch.
 
 A document has `input_ids` and `labels`; a pair `prompt_ids`, `chosen_ids` and `rejected_ids`; an
 answer with a label `prompt_ids` and `completion_ids`; ranked answers `prompt_ids` and
@@ -65,10 +65,11 @@ def answers_of(example: Example) -> list[list[int]]:
 
 
 def make_group(example: Example) -> Group:
-    """Make a group of a prepared example, with the best answer first if there are several.
+    """Make a group of a prepared example, with a branch for each answer; a pair's chosen one first.
 
-    A document is divided before its first target token; tokens after the last one would be computed
-    for nothing. One without target tokens is a filler.
+    The answer of another row, for KTO's estimate, is the last branch, and not in the loss. A
+    document is divided before its first target token, and ends with the last one, since tokens
+    after it would be computed for nothing. A document without target tokens is a filler.
     """
     is_filler = example.get("is_filler", False)
     if "labels" in example:
@@ -102,7 +103,7 @@ def target_positions(example: Example) -> list[int]:
 
 
 def batch_columns(examples: Sequence[Example]) -> Columns:
-    """What examples of one dataset know of their answers, as columns (B,) of a batch."""
+    """Collect labels, ranks, margins and reference values of answers: columns (B,) of a batch."""
     columns = Columns()
     first = examples[0]
     if "labels" in first:
@@ -112,7 +113,7 @@ def batch_columns(examples: Sequence[Example]) -> Columns:
     else:
         ranks = [rank for example in examples for rank in ranks_of(example)]
         columns["rank"] = torch.tensor(ranks)
-        columns["margin"] = _per_answer(examples, lambda x: x["margin"], torch.float64)
+        columns["margin"] = _per_answer(examples, lambda example: example["margin"], torch.float32)
     if any(name.startswith("ref_") for name in first):
         columns["ref_answer_logps"] = torch.tensor(
             [logp for example in examples for logp in reference_logps(example)]

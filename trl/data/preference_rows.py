@@ -242,27 +242,42 @@ def encode_preferences(
     return result
 
 
-def answer_columns(rows: Sequence[EncodedAnswers], example_kind: str) -> ArrowColumns:
-    """Write encoded answers down as the columns of a kind."""
-    columns = {
+def pair_columns(rows: Sequence[EncodedAnswers]) -> ArrowColumns:
+    """Write encoded pairs down as columns."""
+    return _common_columns(rows) | {
+        "chosen_ids": id_lists([row.answers_ids[0] for row in rows]),
+        "rejected_ids": id_lists([row.answers_ids[1] for row in rows]),
+        "margin": pa.array([row.margin for row in rows], pa.float64()),
+    }
+
+
+def labelled_columns(rows: Sequence[EncodedAnswers]) -> ArrowColumns:
+    """Write encoded answers with a label down as columns."""
+    return _common_columns(rows) | {
+        "completion_ids": id_lists([row.answers_ids[0] for row in rows]),
+        "label": pa.array([row.label for row in rows], pa.bool_()),
+    }
+
+
+def ranked_columns(rows: Sequence[EncodedAnswers]) -> ArrowColumns:
+    """Write encoded ranked answers down as columns."""
+    edges = np.cumsum([0, *(len(row.answers_ids) for row in rows)])
+    answers = id_lists([ids for row in rows for ids in row.answers_ids])
+    return _common_columns(rows) | {
+        "answers_ids": pa.ListArray.from_arrays(pa.array(edges, pa.int32()), answers),
+        "ranks": id_lists([row.ranks for row in rows]),
+        "margin": pa.array([row.margin for row in rows], pa.float64()),
+    }
+
+
+def _common_columns(rows: Sequence[EncodedAnswers]) -> ArrowColumns:
+    return {
         "prompt_ids": id_lists([row.prompt_ids for row in rows]),
         "merged": pa.array([row.merged for row in rows], pa.int32()),
     }
-    if example_kind != "labelled":
-        columns["margin"] = pa.array([row.margin for row in rows], pa.float64())
-    if example_kind == "pair":
-        columns["chosen_ids"] = id_lists([row.answers_ids[0] for row in rows])
-        columns["rejected_ids"] = id_lists([row.answers_ids[1] for row in rows])
-    elif example_kind == "labelled":
-        columns["completion_ids"] = id_lists([row.answers_ids[0] for row in rows])
-        columns["label"] = pa.array([row.label for row in rows], pa.bool_())
-    else:
-        num_answers = [len(row.answers_ids) for row in rows]
-        offsets = pa.array(np.cumsum([0, *num_answers]), pa.int32())
-        answers = id_lists([ids for row in rows for ids in row.answers_ids])
-        columns["answers_ids"] = pa.ListArray.from_arrays(offsets, answers)
-        columns["ranks"] = id_lists([row.ranks for row in rows])
-    return columns
+
+
+WRITERS = {"pair": pair_columns, "labelled": labelled_columns, "ranked": ranked_columns}
 
 
 def prepare_preferences(
@@ -291,7 +306,7 @@ def prepare_preferences(
         encode=partial(
             encode_preferences, example_kind=example_kind, encoder=encoder, unpaired=unpaired
         ),
-        columns=partial(answer_columns, example_kind=prepared_kind),
+        columns=WRITERS[prepared_kind],
         features=features,
     )
     return encode_dataset(dataset, rows, [example_kind, unpaired, encoder.digest], num_proc)

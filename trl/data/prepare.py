@@ -49,10 +49,10 @@ RawBatch: TypeAlias = pa.Table | dict[str, list[object]]
 
 @dataclass(frozen=True)
 class RowEncoder(Generic[E]):
-    """How examples become rows: `encode` makes any number of each, `columns` writes them down."""
+    """Turns examples into prepared rows; an example may become several."""
 
     encode: Callable[[list[Row]], Sequence[E]]
-    columns: Callable[[Sequence[E]], ArrowColumns]  # all of `features` but the source
+    columns: Callable[[Sequence[E]], ArrowColumns]  # makes all of `features` but the source
     features: Features
 
     def encode_named(self, examples: list[Row], numbers: Sequence[int]) -> Sequence[E]:
