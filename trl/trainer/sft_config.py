@@ -87,7 +87,7 @@ class SFTConfig(OfflineConfig):
 
     @property
     def row_limit(self) -> str:
-        """What is done with rows over `max_length`, as `SupervisedDataset` calls it."""
+        """What is done with rows over `max_length`, as `DocumentLimits` calls it."""
         if not self.packing or self.packing_strategy == "bfd":
             return self.long_rows or self.truncation_mode
         across = "_across" * self.wrapped_attends_across
