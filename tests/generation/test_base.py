@@ -7,7 +7,14 @@ from online_runs import completion_logps, make_trainer
 from scripted import ScriptedBackend
 from tiny import tiny_model
 
-from trl.generation.base import Generations, Sampling, cut_at_stop, generations_from_rows, row_seeds
+from trl.generation.base import (
+    BackendWrapper,
+    Generations,
+    Sampling,
+    cut_at_stop,
+    generations_from_rows,
+    row_seeds,
+)
 from trl.generation.transformers.backend import TransformersBackend
 from trl.generation.transformers.continuous import ContinuousBackend
 from trl.types import Prompts
@@ -155,3 +162,17 @@ def test_options_that_are_not_replayed():
     assert drawing.unreproducible_options() == expected
     likeliest = Sampling(max_tokens=4, extra={"do_sample": False})
     assert likeliest.unreproducible_options() == ["do_sample=False"]
+
+
+def test_a_wrapper_hands_on_what_its_engine_measured():
+    class Measuring(ScriptedBackend):
+        def take_metrics(self):
+            return [("seconds", 2.0)]
+
+    class Wrapper(BackendWrapper):
+        def generate(self, prompts, sampling, group_size):
+            return self.engine.generate(prompts, sampling, group_size)
+
+    engine = Measuring(lambda ids, place: [1])
+    assert Wrapper(engine).take_metrics() == [("seconds", 2.0)]
+    assert ScriptedBackend(lambda ids, place: [1]).take_metrics() == []

@@ -23,7 +23,7 @@ from torch.nn.utils import vector_to_parameters
 from transformers import TrainerCallback
 
 from trl.algorithms.grpo import CLIPPED
-from trl.generation.base import Generations, cut_at_stop
+from trl.generation.base import GenerationBackend, Generations, cut_at_stop
 from trl.trainer.grpo_config import LOSS_TYPES
 from trl.trainer.grpo_trainer import STATE_FILE, GRPOTrainer
 
@@ -475,7 +475,7 @@ def test_far_completions_of_negative_advantage_are_dropped(tmp_path, kind):
     assert relative(found, expected) < 5e-6
 
 
-class EngineWithLogps:
+class EngineWithLogps(GenerationBackend):
     """Replays completions and reports log-probabilities like an engine with its own rounding."""
 
     reports_policy_logps = False

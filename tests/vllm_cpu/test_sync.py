@@ -104,11 +104,12 @@ def test_weights_that_moved_without_a_step_are_sent():
 
 
 def test_weights_are_sent_once_a_step():
-    model, metrics = policy_model(), []
-    found = backend(model, report=lambda name, value: metrics.append(name))
+    model = policy_model()
+    found = backend(model)
     for step in (0, 0, 1, 1):
         found.sync_weights(step)
         found.generate(PROMPTS, sampling(), 4)
+    metrics = [name for name, _ in found.take_metrics()]
     assert metrics.count("vllm/sync_seconds") == 2 == metrics.count("vllm/logp_gap")
 
 

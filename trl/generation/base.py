@@ -188,6 +188,10 @@ class GenerationBackend(ABC):
         Each prompt has `group_size` completions over all ranks.
         """
 
+    def take_metrics(self) -> list[tuple[str, float]]:
+        """Return names and values of what was measured since the last call."""
+        return []
+
 
 @dataclass(eq=False)
 class BackendWrapper(GenerationBackend):
@@ -201,6 +205,10 @@ class BackendWrapper(GenerationBackend):
     def sync_weights(self, step: int) -> None:
         """Sync the weights of the wrapped engine."""
         self.engine.sync_weights(step)
+
+    def take_metrics(self) -> list[tuple[str, float]]:
+        """Return what the wrapped engine has measured."""
+        return self.engine.take_metrics()
 
 
 def merge_generation_kwargs(

@@ -1,6 +1,6 @@
 """Choose and make the generation engine of a run. Only this module knows all engines."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from .base import Sampling
@@ -46,20 +46,19 @@ def make_engine(
     args: "OnlineConfig",
     sampling: Sampling,
     *,
-    report: Callable[[str, float], None],
     longest_prompts: Mapping[str, tuple[int, int]],
     oom_retry: "OomRetry",
 ) -> "GenerationBackend":
     """Make the engine that the options choose.
 
-    `report(name, value)` records a metric. `longest_prompts` maps the name of each dataset to the
-    length of its longest prompt in tokens and the row of that prompt. `oom_retry` generates a batch
-    in smaller chunks if it does not fit into memory.
+    `longest_prompts` maps the name of each dataset to the length of its longest prompt in tokens
+    and the row of that prompt. `oom_retry` generates a batch in smaller chunks if it does not fit
+    into memory.
     """
     if args.use_vllm:
         from .vllm.factory import make_backend
 
-        return make_backend(policy, args, sampling, report, longest_prompts)
+        return make_backend(policy, args, sampling, longest_prompts)
     pad_id = policy.tokenizer.pad_token_id
     if args.use_transformers_continuous_batching:
         from .transformers.continuous import ContinuousBackend

@@ -93,8 +93,7 @@ def test_a_problem_stops_and_is_not_forgotten():
 
 
 def test_the_probe_is_what_fits_and_comes_at_some_syncs():
-    reported = []
-    found = Table(context=20, probe_syncs=2, report=lambda name, value: reported.append(name))
+    found = Table(context=20, probe_syncs=2)
     long = Prompts(messages=["a"], token_ids=[list(range(19))])
     for step in range(4):
         found.sync_weights(step)
@@ -104,7 +103,9 @@ def test_the_probe_is_what_fits_and_comes_at_some_syncs():
     assert [(requests, few.max_tokens, few.temperature) for requests, few in probes] == [
         ([one, one], 1, 0.7)
     ] * 2
-    assert reported.count("vllm/logp_gap") == 2 and reported.count("vllm/sync_seconds") == 4
+    measured = [name for name, _ in found.take_metrics()]
+    assert measured.count("vllm/logp_gap") == 2 and measured.count("vllm/sync_seconds") == 4
+    assert measured.count("vllm/generate_seconds") == 4 and not found.take_metrics()
 
 
 @pytest.mark.parametrize("share", [0.9, 1.1])

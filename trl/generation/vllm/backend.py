@@ -45,7 +45,6 @@ class VLLMBackend(GenerationBackend):
     temperature: float = 1.0  # of `policy.logps`
     num_engines: int = 1
     probe_syncs: int = 0  # log-probabilities are compared once in this many syncs; 0: never
-    report: Callable[[str, float], None] = lambda name, value: None  # records a metric
 
     def __post_init__(self) -> None:
         self._ranks = self.policy.ranks
@@ -55,6 +54,7 @@ class VLLMBackend(GenerationBackend):
         self._num_syncs = 0
         self._needs_probe = False  # after a sync that is to be probed
         self._awake_depth = 0  # nested `awake` blocks
+        self._metrics: list[tuple[str, float]] = []  # not taken yet
 
     def sync_weights(self, step: int) -> None:
         """Note which weights the next generation uses. They are sent when the engine is awake."""
@@ -76,8 +76,13 @@ class VLLMBackend(GenerationBackend):
             self._probe(prompts.token_ids[0])
             started = time.perf_counter()
             generations = self._complete(prompts.prefixes, seeds, sampling)
-            self.report("vllm/generate_seconds", time.perf_counter() - started)
+            self._metrics.append(("vllm/generate_seconds", time.perf_counter() - started))
         return generations
+
+    def take_metrics(self) -> list[tuple[str, float]]:
+        """Return times of syncs and generation, and gaps of probes; see `GenerationBackend`."""
+        metrics, self._metrics = self._metrics, []
+        return metrics
 
     @contextmanager
     def awake(self) -> Iterator[None]:
@@ -149,7 +154,7 @@ class VLLMBackend(GenerationBackend):
         self._synced = (self._step, self._weights_version())
         self._needs_probe = self.probe_syncs > 0 and self._num_syncs % self.probe_syncs == 0
         self._num_syncs += 1
-        self.report("vllm/sync_seconds", time.perf_counter() - started)
+        self._metrics.append(("vllm/sync_seconds", time.perf_counter() - started))
 
     def _probe(self, prompt: list[int]) -> None:
         """After some syncs, compare log-probabilities of policy and engines on one completion."""
@@ -177,7 +182,7 @@ class VLLMBackend(GenerationBackend):
             ]
             gaps.append(sum(differences) / len(ids))
         gap = max(gaps)
-        self.report("vllm/logp_gap", gap)
+        self._metrics.append(("vllm/logp_gap", gap))
         tolerance = LOGP_TOLERANCES[self.policy.dtype]
         problem = None
         if not gap <= tolerance:  # also if it is NaN

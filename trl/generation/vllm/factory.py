@@ -1,7 +1,7 @@
 """Make the vLLM engine of a run: check options, and fit a colocated engine beside training."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -125,7 +125,6 @@ def make_backend(
     policy: PolicyHandle,
     args: "OnlineConfig",
     sampling: Sampling,
-    report: Callable[[str, float], None],
     longest_prompts: Mapping[str, tuple[int, int]],
 ) -> VLLMBackend:
     """Start a colocated engine, or connect to servers; see `trl.generation.factory.make_engine`.
@@ -136,7 +135,6 @@ def make_backend(
     longest = longest_prompts.get("train_dataset", (0, 0))
     options: dict[str, Any] = {
         "probe_syncs": args.vllm_probe_syncs,
-        "report": report,
         "temperature": sampling.temperature,
     }
     if args.vllm_mode == "server":

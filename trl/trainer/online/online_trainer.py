@@ -158,12 +158,10 @@ class OnlineTrainer(BaseTrainer):
             inference=lambda: policy_for_inference(self.model, self.accelerator, at_once=whole),
             layers_in_lockstep=not whole,
         )
-        self._engine_reports: list[tuple[str, float]] = []
         engine = make_engine(
             self.policy,
             args,
             self.sampling,
-            report=lambda name, value: self._engine_reports.append((name, value)),
             longest_prompts=self.encode.longest,
             oom_retry=self.phases.adaptive("generation", alone=self.policy.layers_in_lockstep).run,
         )
@@ -344,11 +342,10 @@ class OnlineTrainer(BaseTrainer):
         """Complete every row, with the seeds of the prompts."""
         self.backend.sync_weights(self.state.global_step)
         sampling, size = self.sampling.replace(seeds=prompts.seeds), self.args.group_size_in(mode)
-        found = self.backend.generate(prompts, sampling, size)
-        for name, value in self._engine_reports:
+        generations = self.backend.generate(prompts, sampling, size)
+        for name, value in self.backend.take_metrics():
             self.metrics[mode].value(name, value)
-        self._engine_reports.clear()
-        return found
+        return generations
 
     def show(self, mode: Mode) -> None:
         """Show the completions of the latest round, if asked to."""
