@@ -323,7 +323,7 @@ class Batch:
 
     def tokens_per_unit(self) -> list[int]:
         """Tokens of each unit; those of a prefix count at its first row."""
-        tokens = self.rows.unit_tokens()
+        tokens = self.rows.computed_tokens()
         return [sum(tokens[row] for row in unit) for unit in self.units]
 
     def split(self, count: int) -> list["Batch"]:

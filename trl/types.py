@@ -133,7 +133,7 @@ class Rows:
         pairs = zip(self.prefixes, self.completion_ids, strict=True)
         return [len(prefix) + len(completion) for prefix, completion in pairs]
 
-    def unit_tokens(self) -> list[int]:
+    def computed_tokens(self) -> list[int]:
         """Tokens of each row, by which rows are cut; those of a shared prefix count once."""
         tokens = []
         previous: Prefix | None = None
@@ -142,14 +142,6 @@ class Rows:
             tokens.append(len(prefix) + len(completion) - shared)
             previous = prefix
         return tokens
-
-    def tokens_per_unit(self) -> list[int]:
-        """Tokens of each row, see `unit_tokens`."""
-        return self.unit_tokens()
-
-    def select_units(self, units: range) -> "Rows":
-        """Return consecutive rows."""
-        return self if len(units) == len(self) else self.select(units)
 
     def select(self, index: Sequence[int]) -> "Rows":
         """Return the given rows."""

@@ -136,10 +136,6 @@ def test_the_log_names_phase_sizes_and_option(log):
     words = log.records[0].getMessage()
     assert "generation with 6 rows" in words and "3 at once" in words
     assert "generation_max_rows=3" in words
-    batch = AdaptiveBatch("training", 8)
-    batch.unit = 2
-    batch.run(8, limited(list, 4))
-    assert "Set per_device_train_batch_size=2 to" in log.records[1].getMessage()
 
 
 def test_other_errors_and_a_disabled_batch_let_errors_through():

@@ -40,8 +40,8 @@ class AdaptiveBatch:
     must not communicate with other processes, which do not notice a failure here.
 
     Messages name the `phase`, a key of `OPTIONS`. A `size` of None means no limit until memory runs
-    out. Blocks of `unit` rows are never divided, `failures` counts how often memory ran out, and if
-    it is `disabled`, errors are not caught.
+    out. Where groups are never divided, a row is a group. `failures` counts how often memory ran
+    out, and if it is `disabled`, errors are not caught.
     """
 
     def __init__(self, phase: str, size: int | None = None, disabled: bool = False):
@@ -49,7 +49,6 @@ class AdaptiveBatch:
         self.size = size
         self.option, self._advice = OPTIONS[phase]
         self.disabled = disabled
-        self.unit = 1
         self.failures = 0
 
     def run(self, total: int, work: Callable[[range], T], most: int | None = None) -> list[T]:
@@ -83,18 +82,16 @@ class AdaptiveBatch:
             raise error
         drop_frames(error)
         self.failures += 1
-        if len(rows) <= self.unit:
-            rest = "" if self.unit == 1 else f" and the next {self.unit - 1}, kept together"
+        if len(rows) == 1:
             raise RowTooLargeError(
-                f"Out of memory in {self.phase} with only row {rows.start}{rest}, so "
-                f"{self.option}=1 does not help. What may help: {self._advice}. The "
-                f"allocator's message: {error}"
+                f"Out of memory in {self.phase} with only row {rows.start}, so {self.option}=1 "
+                f"does not help. What may help: {self._advice}. The allocator's message: {error}"
             ) from error
-        self.size = max(1, len(rows) // 2 // self.unit) * self.unit
+        self.size = len(rows) // 2
         logger.warning(
             f"Out of memory in {self.phase} with {len(rows)} rows at once: continuing with "
-            f"{self.size} at once on the same data. Set {self.option}={self.size // self.unit} to "
-            "start with that."
+            f"{self.size} at once on the same data. Set {self.option}={self.size} to start with "
+            "that."
         )
 
 

@@ -14,6 +14,8 @@ from online_runs import (
 )
 from tiny import tiny_model, tiny_tokenizer
 
+from trl.algorithms.sft import SFT
+from trl.batch import Batch, Branch, Group, with_totals
 from trl.imports import TESTED
 from trl.models.scorer import Scorer
 from trl.trainer.base import policy
@@ -21,7 +23,7 @@ from trl.trainer.base.base_config import BaseConfig
 from trl.trainer.base.base_trainer import BaseTrainer
 from trl.trainer.base.policy import Policy
 from trl.trainer.model_card import Method
-from trl.types import Rows
+from trl.types import Prefix
 
 
 def mean_reward(prompts, group_size=4):
@@ -151,15 +153,23 @@ class Documents(BaseTrainer):
 
     method = Method("Documents", "documents", "A title", "none", "")
 
-    def prepare(self, inputs, mode):
-        self.seen = [*getattr(self, "seen", []), mode]
-        return Rows.of([([], self.processing_class(row["text"])["input_ids"]) for row in inputs])
+    def make_algorithm(self):
+        return SFT()
 
-    def compute_loss(self, model, inputs, return_outputs=False, **others):
-        with self.phases("forward"):
-            scores = self.scorer(model, inputs)
-        self.guard.watch("log-probability", scores.logps, inputs, None)
-        return -scores.logps.sum() / 10
+    def take_step(self, inputs, mode):
+        self.seen = [*getattr(self, "seen", []), mode]
+        batches = []
+        for rows in inputs:
+            texts = [self.processing_class(row["text"])["input_ids"] for row in rows]
+            branches = [(Branch(ids, [True] * len(ids)),) for ids in texts]
+            groups = [Group(Prefix([]), branch, row) for row, branch in enumerate(branches)]
+            batches.append(Batch.of(groups, mode=mode))
+        return with_totals(batches, self.ranks)
+
+    def score(self, model, batch):
+        scores = self.scorer(model, batch.rows)
+        self.guard.watch("log-probability", scores.logps, batch.rows, None)
+        return batch, scores
 
 
 def documents(folder, **changes):

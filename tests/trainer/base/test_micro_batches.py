@@ -376,7 +376,7 @@ def test_runs_of_rows_hold_at_most_so_many_tokens():
     assert runs_within(8, sizes) == [2, 1, 3, 1]
     assert runs_within(10**6, sizes) == [7]
     rows = Rows.of([([1, 2], [4]), ([1, 2], [5, 6]), ([3], [7])])
-    assert rows.unit_tokens() == [3, 2, 2]
+    assert rows.computed_tokens() == [3, 2, 2]
 
 
 @pytest.mark.parametrize("count", [1, 2])

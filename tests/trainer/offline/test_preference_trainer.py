@@ -24,7 +24,7 @@ def test_the_reference_scores_the_pieces_of_training(tmp_path, make):
     tokens, read = {True: [], False: []}, trainer.scorer.read
 
     def watched(model, rows, *options):
-        tokens[torch.is_grad_enabled()].append(sum(rows.unit_tokens()))
+        tokens[torch.is_grad_enabled()].append(sum(rows.computed_tokens()))
         return read(model, rows, *options)
 
     trainer.scorer.read = watched

@@ -83,13 +83,13 @@ class BaseTrainer(StrictKeywordArguments, OverrideCheck, BestMetricCheck, Checkp
 
     @cached_property
     def algorithm(self) -> Algorithm[Any]:
-        """What is trained: the algorithm of the options."""
+        """The algorithm, which `make_algorithm` has made."""
+        return self.make_algorithm()
+
+    def make_algorithm(self) -> Algorithm[Any]:
+        """Make the algorithm of the options."""
         algorithm: Algorithm[Any] = self.args.make_algorithm()
         return algorithm
-
-    def prepare(self, inputs: Any, mode: Mode) -> Any:
-        """Turn what the loader gave into the rows of a micro-batch."""
-        return inputs
 
     def begin_epoch(self) -> None:
         """Called when an epoch begins; `data_position.epoch` is its number."""
@@ -124,18 +124,19 @@ class BaseTrainer(StrictKeywordArguments, OverrideCheck, BestMetricCheck, Checkp
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
-    ) -> tuple[list[Any], None]:
+    ) -> tuple[list[Batch], None]:
         """Take the micro-batches of an optimizer step; transformers calls this once for each."""
         self.phases.begin_update()
         inputs = list(islice(epoch_iterator, num_batches))
         return (self.take_step(inputs, "train") if inputs else []), None
 
-    def take_step(self, inputs: list[Any], mode: Mode) -> list[Any]:
+    def take_step(self, inputs: list[Any], mode: Mode) -> list[Batch]:
         """Turn what the loader gave for an optimizer step into its micro-batches.
 
-        An evaluation batch is a step of its own.
+        They have all columns that are computed without gradient, and the totals of the step. An
+        evaluation batch is a step of its own.
         """
-        return inputs
+        raise NotImplementedError
 
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
@@ -144,23 +145,20 @@ class BaseTrainer(StrictKeywordArguments, OverrideCheck, BestMetricCheck, Checkp
         model.train()
         if hasattr(self.optimizer, "train"):  # of schedule-free optimizers
             self.optimizer.train()
-        inputs = self._prepare_inputs(inputs)  # which users may override
-        batch = inputs if isinstance(inputs, Batch) else self.prepare(inputs, "train")
+        batch = self._prepare_inputs(inputs)  # which users may override
         forward_backward = partial(self._forward_backward, model)
         loss = self.runner.run(batch, forward_backward, partial(self.accelerator.no_sync, model))
         self.data_position.micro_steps += 1
         # The guard refuses such an update, or skips it; the mean in the log is then of the others.
         return torch.where(loss.isfinite(), loss, 0.0)
 
-    def _forward_backward(self, model: nn.Module, chunk: Any) -> Tensor:
+    def _forward_backward(self, model: nn.Module, chunk: Batch) -> Tensor:
         """Compute the loss () of a chunk and its gradient.
 
         Losses are shares of the step's loss, so those of chunks and micro-batches add up.
         """
         with self.compute_loss_context_manager():
             loss: Tensor = self.compute_loss(model, chunk)
-        if not isinstance(chunk, Batch):
-            loss = loss / self.current_gradient_accumulation_steps
         empty_every = self.args.torch_empty_cache_steps
         if empty_every is not None and self.state.global_step % empty_every == 0:
             clear_device_cache()
@@ -215,14 +213,6 @@ class BaseTrainer(StrictKeywordArguments, OverrideCheck, BestMetricCheck, Checkp
 
     def record_loss(self, terms: LossTerms, mode: Mode) -> None:
         """Record the loss of a chunk, beyond the mean over batches that transformers logs."""
-
-    def per_micro_batch(self, total: Tensor, batch: Any) -> Tensor:
-        """Turn a total () over all ranks and micro-batches into the denominator of one of them.
-
-        Dividing a micro-batch's sum by it, and averaging over micro-batches and ranks, gives the
-        mean over all rows, however they were cut into the `batch.num_micro_batches` micro-batches.
-        """
-        return total.clamp(min=1) / (self.ranks.count * batch.num_micro_batches)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """Look at the gradient before the optimizer does: the one place that waits for it."""
@@ -319,8 +309,6 @@ class BaseTrainer(StrictKeywordArguments, OverrideCheck, BestMetricCheck, Checkp
         """Compute the loss () of one evaluation batch, without predictions and labels."""
         with torch.no_grad():
             (batch,) = self.take_step([inputs], "eval")
-            if not isinstance(batch, Batch):
-                batch = self.prepare(batch, "eval")
             with self.compute_loss_context_manager():
                 loss = self.compute_loss(model, batch)
         self.guard.check(self.state.global_step)
