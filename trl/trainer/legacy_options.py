@@ -1,6 +1,6 @@
 """Options and arguments of earlier Hugging Face TRL releases, of trainers that generate."""
 
-from .base.options import EARLIER_ARGUMENTS, RemovedOption, ignored, refused
+from .base.keyword_arguments import EARLIER_ARGUMENTS, RemovedOption, ignored, refused
 
 ONLINE_LEGACY_OPTIONS: dict[str, str | RemovedOption] = {
     **EARLIER_ARGUMENTS,

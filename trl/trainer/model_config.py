@@ -11,7 +11,8 @@ from ..imports import require
 from ..models.adapter_targets import split_names
 from ..models.loading import DTYPES
 from ..options import changed_options, option
-from .base.options import StrictKeywordArguments, check_options
+from .base.keyword_arguments import StrictKeywordArguments
+from .base.options import check_options
 
 ADAPTER_OPTIONS = (
     "lora_r",

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from ..algorithms.online_dpo import OnlineDPO
 from ..options import option
-from .base.options import ignored, refused
+from .base.keyword_arguments import ignored, refused
 from .legacy_options import ONLINE_LEGACY_OPTIONS
 from .online.online_config import OnlineConfig
 

@@ -11,7 +11,7 @@ from ..batch import Batch
 from ..online.reward_sources import JudgeReward, PairwiseJudge
 from ..types import TokenScores
 from .base.best_metric import SAMPLING, SIDES
-from .base.options import ignored
+from .base.keyword_arguments import ignored
 from .model_card import Method
 from .online.online_trainer import OnlineTrainer
 from .online_dpo_config import OnlineDPOConfig

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from ..algorithms.ppo import PPO, EarlyStop
 from ..options import option
-from .base.options import ignored
+from .base.keyword_arguments import ignored
 from .legacy_options import RLOO_AND_PPO_LEGACY_OPTIONS
 from .online.online_config import OnlineConfig
 

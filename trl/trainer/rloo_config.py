@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from ..algorithms.rloo import RLOO
 from ..options import option
-from .base.options import ignored, refused
+from .base.keyword_arguments import ignored, refused
 from .legacy_options import RLOO_AND_PPO_LEGACY_OPTIONS
 from .online.online_config import OnlineConfig
 

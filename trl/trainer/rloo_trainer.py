@@ -3,7 +3,7 @@
 from ..types import RewardFunc as RewardFunc
 from ..types import RolloutFunc as RolloutFunc
 from .base.best_metric import CLIPPING, SAMPLING
-from .base.options import ignored
+from .base.keyword_arguments import ignored
 from .legacy_options import RLOO_AND_PPO_LEGACY_ARGUMENTS
 from .model_card import Method
 from .online.online_trainer import OnlineTrainer

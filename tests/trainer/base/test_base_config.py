@@ -7,7 +7,7 @@ from transformers import TrainingArguments
 
 from trl.imports import is_available
 from trl.trainer.base.base_config import BaseConfig, ReferenceOptions, _layers_only
-from trl.trainer.base.options import EARLIER_ARGUMENTS
+from trl.trainer.base.keyword_arguments import EARLIER_ARGUMENTS
 from trl.trainer.dpo_config import DPOConfig
 from trl.trainer.online.online_config import OnlineConfig
 from trl.trainer.rloo_config import RLOOConfig

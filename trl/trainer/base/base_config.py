@@ -19,7 +19,8 @@ from ...process_group import check_not_alone, launched_on_cpu
 from ...redaction import redact
 from ...suggestions import did_you_mean
 from .best_metric import check_best_model_options
-from .options import EARLIER_ARGUMENTS, StrictKeywordArguments, check_options, from_json, kinds_of
+from .keyword_arguments import EARLIER_ARGUMENTS, StrictKeywordArguments
+from .options import check_options, from_json, option_types
 
 # Ranges of options that transformers declares and does not check.
 NOT_NEGATIVE = (
@@ -135,8 +136,10 @@ class BaseConfig(
         if self.deepspeed is not None:
             require("deepspeed", "deepspeed")
         self.selective_checkpointing = self._resolve_checkpointing()
-        kind: Any = type(self)  # transformers reads JSON text of the options that it finds here
-        self._VALID_DICT_FIELDS = [name for name, kinds in kinds_of(kind).items() if dict in kinds]
+        # transformers parses JSON text of the options in this list.
+        self._VALID_DICT_FIELDS = [
+            name for name, types in option_types(type(self)).items() if dict in types
+        ]
         check_best_model_options(self)
         super().__post_init__()
         check_not_alone(self.world_size)

@@ -29,8 +29,8 @@ from . import resuming
 from .base_config import BaseConfig
 from .best_metric import BestMetricCheck
 from .checkpointed_trainer import CheckpointedTrainer
+from .keyword_arguments import StrictKeywordArguments
 from .micro_batches import MicroBatchRunner
-from .options import StrictKeywordArguments
 from .policy import Policy, check_name, load_reference, router_coefficient
 
 logger = logging.get_logger(__name__)

@@ -1,202 +1,138 @@
-"""Checking the values of options, and what becomes of their old names."""
+"""Checking the values of options against their types, choices and bounds."""
 
 import dataclasses
-import inspect
 import json
 import math
-import re
 import typing
-import warnings
-from abc import ABCMeta
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from enum import EnumType
 from functools import cache
 from pathlib import Path
-from types import MethodType, UnionType
-from typing import Any, ClassVar
+from types import UnionType
+from typing import Any, ClassVar, Protocol
 
 from ...options import COMPARISONS
-from ...suggestions import commonly_meant, did_you_mean
+from ...suggestions import did_you_mean
 
-WORDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
-KINDS = {int: "an integer", float: "a number", bool: "True or False"}
-KINDS |= {str: "text", list: "a list"}
-Values = Mapping[str, Any]
+BOUND_TEXTS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+TYPE_TEXTS = {
+    int: "an integer",
+    float: "a number",
+    bool: "True or False",
+    str: "text",
+    list: "a list",
+}
 MAPPING = "a dictionary, or a JSON object such as '{\"a\": 1}'"
+Bounds = Mapping[str, float]  # such as {"ge": 0, "lt": 1}
 
 
-def check_options(config: Any, inherited: Mapping[str, Mapping[str, float]] | None = None) -> None:
-    """Check the values of a dataclass, and the bounds of `inherited` options, else a ValueError."""
-    others, kinds = inherited or {}, kinds_of(config.__class__)
+class DataclassInstance(Protocol):
+    """An instance of any dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+
+def check_options(
+    config: DataclassInstance, inherited_bounds: Mapping[str, Bounds] | None = None
+) -> None:
+    """Check the values of a dataclass; raise a ValueError for the first that is not legal.
+
+    Args:
+        config: a dataclass whose fields were declared by `option`, or inherited.
+        inherited_bounds: bounds of options that were declared without any, by name.
+    """
+    types_by_name = option_types(type(config))
     for field in dataclasses.fields(config):
-        value, known, kind = getattr(config, field.name, None), field.metadata, kinds[field.name]
-        is_checked = known.get("bounds") or "choices" in known
-        if value is None and (type(None) in kind or not is_checked):
+        value = getattr(config, field.name, None)
+        types = types_by_name[field.name]
+        declared_bounds: Bounds = field.metadata.get("bounds") or {}
+        is_restricted = bool(declared_bounds) or "choices" in field.metadata
+        if value is None and (type(None) in types or not is_restricted):
             continue
-        bounds = known.get("bounds") or others.get(field.name, {})
-        if problem := _problem(value, known, bounds, kind):
-            raise ValueError(f"{field.name}={value!r} must be {problem}")
+        bounds = declared_bounds or (inherited_bounds or {}).get(field.name, {})
+        requirement = _unmet_requirement(value, types, bounds, field.metadata)
+        if requirement is not None:
+            raise ValueError(f"{field.name}={value!r} must be {requirement}")
 
 
-def _problem(value: Any, known: Values, bounds: Values, kinds: list[Any]) -> str | None:
-    is_broken = isinstance(value, float) and {int, float}.intersection(kinds) == {int}
-    if bounds or is_broken:
-        return _out_of_range(value, bounds, known.get("hint", ""), is_broken)
-    enums: list[Any] = [kind for kind in kinds if isinstance(kind, EnumType)]
-    if "choices" in known or enums:
-        choices = known.get("choices") or [x.value for x in enums[0]]
-        hint = did_you_mean(str(value), choices)
-        return None if value in choices else f"one of {', '.join(choices)}.{hint}"
-    return _wrong_kind(value, kinds)
+def _unmet_requirement(
+    value: object, types: Sequence[Any], bounds: Bounds, metadata: Mapping[str, Any]
+) -> str | None:
+    """Return what the value of an option must be, or None if it is that."""
+    needs_integer = int in types and float not in types
+    if bounds or (needs_integer and isinstance(value, float)):
+        return _unmet_bounds(value, bounds, metadata.get("hint", ""), needs_integer)
+    choices = metadata.get("choices")
+    enumerations: list[Any] = [
+        option_type for option_type in types if isinstance(option_type, EnumType)
+    ]
+    if choices is None and enumerations:
+        choices = [member.value for member in enumerations[0]]
+    if choices is not None:
+        if value in choices:
+            return None
+        return f"one of {', '.join(choices)}.{did_you_mean(str(value), choices)}"
+    return _unmet_type(value, types)
 
 
-def _out_of_range(value: Any, bounds: Values, hint: str, is_broken: bool) -> str | None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if is_number and all(COMPARISONS[kind](value, bound) for kind, bound in bounds.items()):
+def _unmet_bounds(value: object, bounds: Bounds, hint: str, needs_integer: bool) -> str | None:
+    """Return which numbers are legal, or None if `value` is one of them."""
+    legal = " and ".join(f"{BOUND_TEXTS[name]} {bound:g}" for name, bound in bounds.items())
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return f"a number, {legal}{hint}."
+    is_legal = all(COMPARISONS[name](value, bound) for name, bound in bounds.items())
+    if needs_integer and isinstance(value, float):
+        if not is_legal:
+            return f"an integer, {legal}{hint}."
         nearest = f"; the nearest is {value:.0f}" if math.isfinite(value) else ""
-        return f"an integer{nearest}." if is_broken else None
-    legal = " and ".join(f"{WORDS[kind]} {bound:g}" for kind, bound in bounds.items())
-    kind = "an integer, " if is_broken else "" if is_number else "a number, "
-    return f"{kind}{legal}{hint}."
+        return f"an integer{nearest}."
+    return None if is_legal else f"{legal}{hint}."
 
 
 @cache
-def kinds_of(config_class: Any) -> dict[str, list[Any]]:
-    """The types that the options of a dataclass may have."""
-    unions = {
-        name: typing.get_args(hint) if isinstance(hint, UnionType) else (hint,)
-        for name, hint in typing.get_type_hints(config_class).items()
-    }
-    return {name: [typing.get_origin(x) or x for x in found] for name, found in unions.items()}
+def option_types(config_class: type) -> dict[str, list[Any]]:
+    """Return the types that each option of a dataclass may have, without their type arguments."""
+    types_by_name: dict[str, list[Any]] = {}
+    for name, hint in typing.get_type_hints(config_class).items():
+        members: Sequence[Any] = typing.get_args(hint) if isinstance(hint, UnionType) else [hint]
+        types_by_name[name] = [typing.get_origin(member) or member for member in members]
+    return types_by_name
 
 
-def _wrong_kind(value: Any, kinds: list[Any]) -> str | None:
-    """Text would be true where it says false, and be taken apart into letters for a list."""
-    if dict in kinds:
-        is_mapping = not isinstance(from_json(value), str | list | int | float)
-        missing = " There is no such file." * str(value).endswith(".json")
-        return None if is_mapping or Path(str(value)).is_file() else f"{MAPPING}.{missing}"
-    is_number = isinstance(value, (int, float)) and value is not False
-    legal = {str} if isinstance(value, str) else {int, float, bool} if is_number else {*kinds}
-    words = [KINDS[kind] for kind in kinds if kind in KINDS]
-    return f"{' or '.join(words)}." if words and legal.isdisjoint(kinds) else None
+def _unmet_type(value: object, types: Sequence[Any]) -> str | None:
+    """Return which types are legal, or None if the type of `value` is.
+
+    Without this check, the text "false" would count as true, and a text given for a list would be
+    split into letters.
+    """
+    if dict in types:
+        return _unmet_mapping(value)
+    if isinstance(value, str):
+        accepting_types: set[type] = {str}
+    elif isinstance(value, int | float) and value is not False:
+        accepting_types = {int, float, bool}
+    else:
+        return None
+    if not accepting_types.isdisjoint(types):
+        return None
+    names = [TYPE_TEXTS[option_type] for option_type in types if option_type in TYPE_TEXTS]
+    return f"{' or '.join(names)}." if names else None
 
 
-def from_json(value: Any) -> Any:
-    """What JSON text stands for; anything else as it is."""
+def _unmet_mapping(value: object) -> str | None:
+    """Return that a dictionary is needed, or None if `value` is one, as JSON text or in a file."""
+    is_mapping = not isinstance(from_json(value), str | list | int | float)
+    if is_mapping or Path(str(value)).is_file():
+        return None
+    missing = " There is no such file." if str(value).endswith(".json") else ""
+    return f"{MAPPING}.{missing}"
+
+
+def from_json(value: object) -> Any:
+    """Parse JSON text; return anything else unchanged."""
+    if not isinstance(value, str):
+        return value
     try:
-        return json.loads(value) if isinstance(value, str) else value
+        return json.loads(value)
     except json.JSONDecodeError:
         return value
-
-
-@dataclass(frozen=True)
-class RemovedOption:
-    """An old name that nothing replaces."""
-
-    advice: str = ""  # what to do instead
-    is_error: bool = False  # refused instead of ignored
-
-
-def ignored(advice: str, *names: str) -> dict[str, str | RemovedOption]:
-    """Old names without effect."""
-    return dict.fromkeys(names, RemovedOption(advice))
-
-
-def refused(advice: str, *names: str) -> dict[str, str | RemovedOption]:
-    """Old names whose effect is not to be lost silently."""
-    return dict.fromkeys(names, RemovedOption(advice, is_error=True))
-
-
-# Options of earlier releases of transformers.
-EARLIER_ARGUMENTS: dict[str, str | RemovedOption] = {
-    "evaluation_strategy": "eval_strategy",
-    "no_cuda": "use_cpu",
-    "per_gpu_eval_batch_size": "per_device_eval_batch_size",
-    "per_gpu_train_batch_size": "per_device_train_batch_size",
-    "push_to_hub_model_id": "hub_model_id",
-    "push_to_hub_token": "hub_token",
-    "warmup_ratio": "warmup_steps",  # of which values below 1 are shares
-    **ignored("set the environment variable TENSORBOARD_LOGGING_DIR", "logging_dir"),
-    **ignored(
-        "a run always writes into output_dir; to continue one, use resume_from_checkpoint",
-        "overwrite_output_dir",
-    ),
-    **ignored("weights are always saved as safetensors", "save_safetensors"),
-    **refused("use optim='adafactor'", "adafactor"),
-}
-
-
-class _Construction(ABCMeta):  # a subclass may have abstract classes as bases, too
-    """What happens to keyword arguments before a constructor is called."""
-
-    legacy_options: dict[str, Any]
-
-    @property
-    def __signature__(cls) -> inspect.Signature:
-        """That of the constructor, where inspection would find `__call__`."""
-        return inspect.signature(MethodType(cls.__init__, cls))
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        known, table = _arguments_of(cls), cls.legacy_options
-        old = {name: kwargs.pop(name) for name in list(kwargs) if name in table}
-        old = {name: value for name, value in old.items() if value is not None}
-        given = dict(zip(known, args, strict=False)) | kwargs
-        made: Any = cls.__new__(cls)  # type: ignore[arg-type,call-arg]
-        made.given_by_old_names = frozenset(old)
-        try:
-            made.__init__(*args, **kwargs, **_translate(cls.__name__, table, old, given))
-        except TypeError as error:
-            # Python alone knows what the constructors of users' subclasses take out of keywords.
-            found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-            name = found[1] if found else ""
-            if name in known or name not in kwargs:
-                raise
-            meant = commonly_meant(name, known)
-            hint = f" Did you mean {meant}?" if meant else did_you_mean(name, known)
-            raise TypeError(f"{cls.__name__} has no argument {name!r}.{hint}") from error
-        return made
-
-
-class StrictKeywordArguments(metaclass=_Construction):
-    """Refuses keyword arguments that the constructor does not have, and says what may be meant.
-
-    Old names are accepted, with one warning for each construction that names the new ones. Giving
-    an old name together with its new one, or a removed name, is an error.
-    """
-
-    legacy_options: ClassVar[dict[str, Any]] = {}  # old name -> new name, or why there is none
-    given_by_old_names = frozenset[str]()  # which of them were
-
-
-def _arguments_of(kind: type) -> dict[str, None]:
-    """The names of the arguments of a constructor, and of those that it hands others on to."""
-    found: dict[str, None] = {}
-    for each in kind.__mro__:
-        if "__init__" in vars(each):
-            _, *parameters = inspect.signature(vars(each)["__init__"]).parameters.values()
-            others = [x for x in parameters if x.kind in (x.VAR_POSITIONAL, x.VAR_KEYWORD)]
-            found |= dict.fromkeys(x.name for x in parameters if x not in others)
-            if not others:
-                break
-    return found
-
-
-def _translate(owner: str, table: Values, old: Values, given: Values) -> dict[str, Any]:
-    """Values of old names by their new ones; one warning names all of them."""
-    changes, words = {}, []
-    for name, value in old.items():
-        new = table[name]
-        if isinstance(new, RemovedOption):
-            if new.is_error:
-                raise TypeError(f"{name}={value!r} is no option of {owner} any more: {new.advice}.")
-            words.append(f"{name} has no effect{f' ({new.advice})' if new.advice else ''}")
-            continue
-        if given.get(new) is not None:
-            raise ValueError(f"{owner}: both {name} and {new} were given; use {new} alone.")
-        words.append(f"{name} is now {new}")
-        changes[new] = value
-    if words:
-        warnings.warn(f"{owner}: {'; '.join(words)}.", FutureWarning, stacklevel=3)
-    return changes

@@ -15,7 +15,7 @@ from ...models.loading import end_with
 from ...options import option
 from ...sources import is_cached, raise_if_missing
 from ..base.base_config import BaseConfig, ReferenceOptions
-from ..base.options import EARLIER_ARGUMENTS, ignored, refused
+from ..base.keyword_arguments import EARLIER_ARGUMENTS, ignored, refused
 
 PIECE_ON_ACCELERATOR = 8192  # tokens; not measured
 NO_LOGITS = "logits are never held as a whole, and rows are not padded"
