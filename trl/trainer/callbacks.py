@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from transformers import TrainerCallback, TrainerState
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import logging
 
 from ..distributed import Ranks
@@ -38,7 +38,9 @@ class SyncRefModelCallback(TrainerCallback):
     accelerator: Accelerator  # unwraps the policy
 
     @torch.no_grad()
-    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Blend the weights if a sync is due."""
         if state.global_step % args.ref_model_sync_steps:
             return
@@ -132,7 +134,9 @@ class BEMACallback(TrainerCallback):
     _first: dict[str, Tensor] = field(default_factory=dict, init=False)
     _average: dict[str, Tensor] = field(default_factory=dict, init=False)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Copy the model."""
         model: nn.Module = kwargs["model"]
         if is_sharded(model):
@@ -143,7 +147,9 @@ class BEMACallback(TrainerCallback):
         self._begin(model)
 
     @torch.no_grad()
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Move the average, if it is time."""
         past = state.global_step - self.update_after
         if past == 0:
@@ -156,7 +162,9 @@ class BEMACallback(TrainerCallback):
                 average = self._average[name].lerp_(weight, beta)
                 running[name].copy_(average + time**-self.bias_power * (weight - self._first[name]))
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Save the corrected average."""
         if state.is_world_process_zero:
             self.running_model.save_pretrained(Path(args.output_dir, "bema"))
@@ -178,7 +186,9 @@ class RunRecord(TrainerCallback):
 
     trainer: str  # the name of the method
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Write the settings, and drop lines of steps after the one that the run resumes from."""
         if not state.is_world_process_zero:
             return
@@ -197,7 +207,9 @@ class RunRecord(TrainerCallback):
         (folder / "run.json").write_text(text, encoding="utf-8")
         JsonLinesFile(folder / "metrics.jsonl").drop_after(state.global_step or -1)  # -1: a new run
 
-    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Append what was logged, with its step."""
         if state.is_world_process_zero and state.log_history:
             JsonLinesFile(Path(args.output_dir) / "metrics.jsonl").add(state.log_history[-1:])

@@ -4,7 +4,7 @@ import html
 import time
 from typing import Any
 
-from transformers import TrainerState
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from ..imports import require
 from .progress_callbacks import ProgressDisplay
@@ -27,14 +27,18 @@ class NotebookProgressCallback(ProgressDisplay):
         self._rows: list[dict[str, str]] = []
         self._drawn = 0.0
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Begin an output on the main process."""
         super().on_train_begin(args, state, control)
         self._rows, self._output = [], None
         if self._state is not None:
             self._draw(state)
 
-    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Move the bar."""
         super().on_step_end(args, state, control)
         if self._state is not None and time.monotonic() - self._drawn > SECONDS:

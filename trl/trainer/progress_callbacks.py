@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
-from transformers import TrainerCallback, TrainerState
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import logging
 
 from ..imports import require
@@ -39,17 +39,23 @@ class ProgressDisplay(TrainerCallback):
         self._first, self._started, self._updated = 0, 0.0, 0.0
         self._activity = Activity("")
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Start the clock."""
         if state.is_world_process_zero:
             self._state, self._first = state, state.global_step
             self._started = self._updated = time.monotonic()
             self._watching.enter_context(report_progress_to(self._follow))
 
-    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self._updated = time.monotonic()
 
-    def on_evaluate(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         if state.is_world_process_zero:
             metrics = kwargs["metrics"]
             # Those of one of several datasets are called `eval_NAME_...`.
@@ -58,13 +64,17 @@ class ProgressDisplay(TrainerCallback):
             title = f"evaluation of {name}" if name else "evaluation"
             self._show(state, shown_metrics(metrics, prefix), title)
 
-    def on_log(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Show loss, learning rate, reward and the like of the steps since the last log."""
         metrics = shown_metrics(kwargs["logs"])
         if metrics and self._state is not None:
             self._show(self._state, metrics)
 
-    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -113,7 +123,9 @@ class PlainProgressCallback(ProgressDisplay):
         self._told: set[str] = set()
         self._said = time.monotonic()
 
-    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Print that the first step is done, which may be long before the first log."""
         super().on_step_end(args, state, control)
         is_first = self._state is not None and state.global_step == self._first + 1
@@ -157,13 +169,17 @@ class RichProgressCallback(ProgressDisplay):
         self._drawing: Any = None
         self._evaluation: tuple[int, int | None] | None = None  # batches done, and of how many
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Begin to draw on the main process."""
         super().on_train_begin(args, state, control)
         if self._state is not None:
             self._open()
 
-    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Count the batches of an evaluation."""
         if state.is_world_process_zero:
             loader: Any = kwargs.get("eval_dataloader")
@@ -171,7 +187,9 @@ class RichProgressCallback(ProgressDisplay):
             self._evaluation = (self._evaluation or (0, None))[0] + 1, total
             self._open()
 
-    def on_evaluate(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Print a line that says what was found."""
         self._evaluation = None
         if self._state is None:

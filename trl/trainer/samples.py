@@ -8,7 +8,13 @@ from statistics import fmean
 from typing import Any
 
 from datasets import Dataset
-from transformers import GenerationConfig, TrainerCallback
+from transformers import (
+    GenerationConfig,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.utils import logging
 
 from ..data.examples import Example, make_group
@@ -142,12 +148,16 @@ class LogCompletionsCallback(TrainerCallback):
             Path(trainer.args.output_dir or "", "completions", "samples.jsonl")
         )
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Keep what was drawn until the step that training resumes from."""
         if state.is_world_process_zero:
             self._file.drop_after(state.global_step or -1)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Draw completions, if it is time."""
         if state.global_step % int(self._freq or state.eval_steps):
             return
@@ -196,7 +206,9 @@ class WeaveCallback(TrainerCallback):
         """Whether completions are scored, not only kept."""
         return bool(self._scorers)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Connect, unless a client is there."""
         if not state.is_world_process_zero or self._weave.get_client() is not None:
             return
@@ -205,7 +217,9 @@ class WeaveCallback(TrainerCallback):
             raise ValueError("WeaveCallback needs a project: pass project_name.")
         self._weave.init(project)
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Draw completions, and send them; of several datasets, with the first alone."""
         if state.global_step == self._last:
             return
