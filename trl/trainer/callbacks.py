@@ -44,12 +44,13 @@ class SyncRefModelCallback(TrainerCallback):
         """Blend the weights if a sync is due."""
         if state.global_step % args.ref_model_sync_steps:
             return
-        # Both are sharded alike, so each rank blends its own parts.
+        # Both models are sharded in the same way, so each rank blends its own shards.
         for model in (kwargs["model"], self.ref_model):
             release(model)
         for parameter, source in self._pairs(self.accelerator.unwrap_model(kwargs["model"])):
-            target, wanted = local_shard(parameter), local_shard(source)
-            target.lerp_(wanted.to(target.device, target.dtype), args.ref_model_mixup_alpha)
+            target = local_shard(parameter)
+            policy_shard = local_shard(source).to(target.device, target.dtype)
+            target.lerp_(policy_shard, args.ref_model_mixup_alpha)
 
     def _pairs(self, policy: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
         weights = dict(policy.named_parameters())
@@ -58,7 +59,7 @@ class SyncRefModelCallback(TrainerCallback):
 
 
 class MovingReference(SyncRefModelCallback):
-    """A reference that follows the policy (`sync_ref_model`), and is a file of checkpoints."""
+    """Moves the reference towards the policy (`sync_ref_model`), and saves it in checkpoints."""
 
     def __init__(self, reference: references.ReferencePolicy, accelerator: Accelerator):
         super().__init__(reference.model, accelerator)
@@ -78,14 +79,17 @@ class MovingReference(SyncRefModelCallback):
             )
 
     def _pairs(self, policy: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-        # Of adapters the factors are blended, not the changes of weights that they stand for.
+        # Of adapters, the factors are averaged, not their products.
         return super()._pairs(policy) if self._is_copy else references.frozen_pairs(policy)
 
     def write(self, folder: str | Path, writes: bool, on_each_node: bool = False) -> None:
-        """Write its weights to a checkpoint; every rank calls this, for all gather them together.
+        """Write the weights to a checkpoint; every rank calls this, because all take part.
 
-        The ranks that write, one `on_each_node` or rank 0 alone, hold all weights meanwhile, and
-        the others one at a time.
+        Args:
+            folder: the folder of the checkpoint.
+            writes: whether this rank writes the file. It then holds all weights in memory; other
+                ranks hold one at a time.
+            on_each_node: whether one rank of each node writes, instead of rank 0 alone.
         """
         if not self._is_copy:
             return
@@ -97,7 +101,7 @@ class MovingReference(SyncRefModelCallback):
             torch.save(weights, Path(folder) / REFERENCE_FILE)
 
     def read(self, folder: str | Path, ranks: Ranks) -> None:
-        """Take over what `write` wrote, if every rank finds it."""
+        """Load the weights that `write` wrote, if every rank finds the file."""
         path = Path(folder) / REFERENCE_FILE
         if not self._is_copy:
             return
@@ -150,7 +154,7 @@ class BEMACallback(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Move the average, if it is time."""
+        """Move the average if an update is due."""
         past = state.global_step - self.update_after
         if past == 0:
             self._begin(kwargs["model"])
@@ -176,8 +180,11 @@ class BEMACallback(TrainerCallback):
     def _weights(self, model: nn.Module) -> dict[str, Tensor]:
         """Copies of the trained weights, in float32 at least."""
         trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
-        kinds = {name: torch.promote_types(p.dtype, torch.float32) for name, p in trained.items()}
-        return {name: p.to(self.device, kinds[name], copy=True) for name, p in trained.items()}
+        copies = {}
+        for name, weight in trained.items():
+            dtype = torch.promote_types(weight.dtype, torch.float32)
+            copies[name] = weight.to(self.device, dtype, copy=True)
+        return copies
 
 
 @dataclass(eq=False)

@@ -1,4 +1,4 @@
-"""What a person sees of a run in progress: the display for a terminal, a file or a notebook."""
+"""Choose how progress is shown: in a terminal, a file or a notebook."""
 
 import sys
 from collections.abc import Iterable
@@ -13,9 +13,9 @@ NOTEBOOK = "NotebookProgressCallback"  # of transformers, which imports it in no
 
 
 def show_progress(trainer: Trainer) -> None:
-    """Replace the display of transformers, if it has one, by that for a terminal, file or notebook.
+    """Replace the progress display of transformers, if the trainer has one.
 
-    The bar of transformers stays in a terminal without rich, its table in a notebook never.
+    In a terminal without rich, the bar of transformers stays; its table in a notebook never does.
     """
     for callback in trainer.callback_handler.callbacks:
         if type(callback).__name__ == NOTEBOOK and not isinstance(callback, ProgressDisplay):
@@ -30,7 +30,7 @@ def show_progress(trainer: Trainer) -> None:
 
 
 def close_progress(callbacks: Iterable[TrainerCallback]) -> None:
-    """Stop the displays among the callbacks, so that other text can be shown."""
+    """Stop the progress displays among the callbacks, so that other text can be shown."""
     for callback in callbacks:
         if isinstance(callback, ProgressDisplay):
             callback.close()

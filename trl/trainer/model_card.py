@@ -42,15 +42,16 @@ class Method:
 def render_model_card(
     method: Method, model_name: str, base_model: str | None, dataset_name: str | None
 ) -> str:
-    """Fill the model-card template; what is a local folder or file is left out."""
-    base_model, dataset_name = _on_hub(base_model), _on_hub(dataset_name)
-    known = {"base_model": base_model, "datasets": dataset_name}
-    page = f"[{base_model}](https://huggingface.co/{base_model})"
+    """Fill the model-card template; names of local folders and files are left out."""
+    base_model = _on_hub(base_model)
+    dataset_name = _on_hub(dataset_name)
+    front_matter = {"base_model": base_model, "datasets": dataset_name}
+    base_model_link = f"[{base_model}](https://huggingface.co/{base_model})"
     packages = ("trl", "transformers", "torch", "accelerate", "datasets")
     return Template((TEMPLATES / method.card).read_text("utf-8")).substitute(
-        front_matter="".join(f"{name}: {value}\n" for name, value in known.items() if value),
+        front_matter="".join(f"{name}: {value}\n" for name, value in front_matter.items() if value),
         model_name=model_name,
-        base_model=page if base_model else "a local model",
+        base_model=base_model_link if base_model else "a local model",
         dataset=f" on {dataset_name}" if dataset_name else "",
         method=method.name,
         tag=method.tag,
@@ -60,7 +61,7 @@ def render_model_card(
 
 
 def _on_hub(name: str | None) -> str | None:
-    """`name` where it can be one of the hub: a path of this machine means nothing elsewhere."""
+    """Return `name` if it can be that of a Hub repository; None for a path of this machine."""
     with suppress(HFValidationError):
         validate_repo_id(name or "")
         return None if Path(str(name)).exists() else name

@@ -1,4 +1,4 @@
-"""What a person sees of a run in a notebook: a bar, and a table of logged values."""
+"""Progress of a run in a notebook: a bar, and a table of logged values."""
 
 import html
 import time
@@ -16,8 +16,8 @@ TITLE = ""  # heading of the column that names evaluations
 class NotebookProgressCallback(ProgressDisplay):
     """Shows how far training is, and a row for each log and each evaluation.
 
-    It takes the place of the callback of the same name of transformers, which shows the loss alone,
-    and none of it where there are evaluations. It needs IPython.
+    It replaces the callback of the same name of transformers, which shows only the loss, and
+    nothing of it if there are evaluations. It needs IPython.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,8 @@ class NotebookProgressCallback(ProgressDisplay):
     ) -> None:
         """Begin an output on the main process."""
         super().on_train_begin(args, state, control)
-        self._rows, self._output = [], None
+        self._rows = []
+        self._output = None
         if self._state is not None:
             self._draw(state)
 
@@ -64,7 +65,8 @@ class NotebookProgressCallback(ProgressDisplay):
             self._output.update(page)
 
     def _bar(self, state: TrainerState) -> str:
-        done, steps = state.global_step, state.max_steps
+        done = state.global_step
+        steps = state.max_steps
         if self._state is None:  # an evaluation without training, or the end
             return f"<p>step {done}/{steps}</p>"
         text = f"step {done}/{steps}, {self._elapsed()}, {self._left(state)} left"

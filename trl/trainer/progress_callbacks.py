@@ -13,7 +13,7 @@ from ..imports import require
 from ..memory.progress import Activity, report_progress_to
 from ..number_format import format_metric, pluralize
 
-# What people look at while a run goes on, in this order, and the metrics that may stand for it.
+# Names shown, in this order, and the metrics that each may stand for.
 SHOWN = {
     "loss": ("loss",),
     "lr": ("learning_rate",),
@@ -27,7 +27,8 @@ SHOWN = {
 DOING = {"generation": "generating", "rewards": "computing rewards"}
 DOING |= dict.fromkeys(("forward", "backward"), "training")
 QUIET = 60.0  # seconds after which a line says what a step is doing, where there is no terminal
-NARROWEST_BAR, WIDEST_BAR = 6, 30  # columns
+NARROWEST_BAR = 6  # columns
+WIDEST_BAR = 30
 
 
 class ProgressDisplay(TrainerCallback):
@@ -36,7 +37,9 @@ class ProgressDisplay(TrainerCallback):
     def __init__(self) -> None:
         self._state: TrainerState | None = None  # while a run goes on
         self._watching = ExitStack()
-        self._first, self._started, self._updated = 0, 0.0, 0.0
+        self._first_step = 0  # where this run began
+        self._started = 0.0
+        self._updated = 0.0
         self._activity = Activity("")
 
     def on_train_begin(
@@ -44,7 +47,8 @@ class ProgressDisplay(TrainerCallback):
     ) -> None:
         """Start the clock."""
         if state.is_world_process_zero:
-            self._state, self._first = state, state.global_step
+            self._state = state
+            self._first_step = state.global_step
             self._started = self._updated = time.monotonic()
             self._watching.enter_context(report_progress_to(self._follow))
 
@@ -88,24 +92,24 @@ class ProgressDisplay(TrainerCallback):
     def _show(self, state: TrainerState, metrics: dict[str, str], title: str = "") -> None:
         """Show metrics of training, or of an evaluation with this title."""
         heading = [f"{title}:"] if title else []
-        self._say([_step(state), *heading, *(f"{name} {x}" for name, x in metrics.items())])
+        self._print([_step(state), *heading, *(f"{name} {x}" for name, x in metrics.items())])
 
-    def _say(self, words: Iterable[str]) -> None:
-        print("  ".join(words), flush=True)
+    def _print(self, texts: Iterable[str]) -> None:
+        print("  ".join(texts), flush=True)
 
     def _elapsed(self) -> str:
         return f"{_clock(time.monotonic() - self._started)} elapsed"
 
     def _left(self, state: TrainerState) -> str:
         """Time left, from the mean of all steps of this run; "-" before the first is done."""
-        if state.global_step == self._first:
+        if state.global_step == self._first_step:
             return "-"
-        seconds = (self._updated - self._started) / (state.global_step - self._first)
+        seconds = (self._updated - self._started) / (state.global_step - self._first_step)
         end = self._updated + seconds * (state.max_steps - state.global_step)
         return _clock(max(0.0, end - time.monotonic()))
 
     def _doing(self) -> str:
-        """Such as "generating 12/64"."""
+        """Return a text such as "generating 12/64"."""
         now = self._activity
         rows = f" {now.done}/{now.rows}" if now.done else f" {pluralize(now.rows, 'row')}"
         return DOING.get(now.name, now.name) + (rows if now.rows else "")
@@ -120,27 +124,28 @@ class PlainProgressCallback(ProgressDisplay):
 
     def __init__(self) -> None:
         super().__init__()
-        self._told: set[str] = set()
-        self._said = time.monotonic()
+        self._announced_phases: set[str] = set()
+        self._printed = time.monotonic()  # when the latest line was printed
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Print that the first step is done, which may be long before the first log."""
         super().on_step_end(args, state, control)
-        is_first = self._state is not None and state.global_step == self._first + 1
+        is_first = self._state is not None and state.global_step == self._first_step + 1
         if is_first and not control.should_log:
             self._show(state, {})
 
     def _follow(self, activity: Activity) -> None:
         super()._follow(activity)
-        state, phase = self._state, DOING.get(activity.name, activity.name)
+        state = self._state
         if state is None:
             return
-        is_new = state.global_step == self._first and phase not in self._told
-        if is_new or time.monotonic() - self._said > QUIET:
-            self._told.add(phase)
-            self._say([_step(state, 1), self._doing()])
+        phase = DOING.get(activity.name, activity.name)
+        is_new = state.global_step == self._first_step and phase not in self._announced_phases
+        if is_new or time.monotonic() - self._printed > QUIET:
+            self._announced_phases.add(phase)
+            self._print([_step(state, 1), self._doing()])
 
     def _show(self, state: TrainerState, metrics: dict[str, str], title: str = "") -> None:
         """Add the time to lines of training: nothing else shows it."""
@@ -148,9 +153,9 @@ class PlainProgressCallback(ProgressDisplay):
             metrics = metrics | {f"{self._elapsed()},": f"{self._left(state)} left"}
         super()._show(state, metrics, title)
 
-    def _say(self, words: Iterable[str]) -> None:
-        self._said = time.monotonic()
-        super()._say(words)
+    def _print(self, texts: Iterable[str]) -> None:
+        self._printed = time.monotonic()
+        super()._print(texts)
 
 
 class RichProgressCallback(ProgressDisplay):
@@ -190,7 +195,7 @@ class RichProgressCallback(ProgressDisplay):
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Print a line that says what was found."""
+        """Print a line with the metrics of the evaluation."""
         self._evaluation = None
         if self._state is None:
             self.close()
@@ -208,25 +213,26 @@ class RichProgressCallback(ProgressDisplay):
         yield self._text.Text(self._line(options.max_width), no_wrap=True, overflow="ellipsis")
 
     def _line(self, width: int) -> str:
-        """What is shown, the more the wider the terminal is; what comes first matters most."""
-        state, parts = self._state, []
+        """Return the line for a terminal of this width: the most important texts that fit."""
+        state = self._state
+        texts: list[str] = []
         if self._evaluation is not None:
             done, total = self._evaluation
-            parts = [f"evaluation {done}/{'?' if total is None else total}"]
+            texts = [f"evaluation {done}/{'?' if total is None else total}"]
         if state is not None:
-            parts = [_step(state), *parts, f"ETA {self._left(state)}", self._doing()]
-            parts = [x for x in (*parts, self._elapsed()) if x]
-        while len(parts) > 1 and len("  ".join(parts)) > width:
-            parts.pop()
-        room = width - len("  ".join(parts)) - 2
+            texts = [_step(state), *texts, f"ETA {self._left(state)}", self._doing()]
+            texts = [text for text in (*texts, self._elapsed()) if text]
+        while len(texts) > 1 and len("  ".join(texts)) > width:
+            texts.pop()
+        room = width - len("  ".join(texts)) - 2
         if state is not None and room >= NARROWEST_BAR:
             width = min(room, WIDEST_BAR)
             full = round(width * state.global_step / max(1, state.max_steps))
-            parts.insert(1, "━" * full + "─" * (width - full))
-        return "  ".join(parts)
+            texts.insert(1, "━" * full + "─" * (width - full))
+        return "  ".join(texts)
 
-    def _say(self, words: Iterable[str]) -> None:
-        self._console.print("  ".join(words), markup=False, highlight=False)
+    def _print(self, texts: Iterable[str]) -> None:
+        self._console.print("  ".join(texts), markup=False, highlight=False)
 
     def _open(self) -> None:
         if self._drawing is None:
@@ -238,7 +244,7 @@ class RichProgressCallback(ProgressDisplay):
 
 
 def shown_metrics(metrics: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    """Name what people look at among metrics, as text; see `format_metric`."""
+    """Return the metrics in `SHOWN` that were logged, as text; see `format_metric`."""
     shown = {}
     for name, keys in SHOWN.items():
         logged = [prefix + key for key in keys if prefix + key in metrics]

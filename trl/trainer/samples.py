@@ -1,5 +1,6 @@
 """Completions that callbacks draw while a run goes on, for trackers and the run's records."""
 
+import math
 import sys
 from collections.abc import Callable, Mapping
 from itertools import chain, islice
@@ -10,6 +11,7 @@ from typing import Any
 from datasets import Dataset
 from transformers import (
     GenerationConfig,
+    PreTrainedTokenizerBase,
     TrainerCallback,
     TrainerControl,
     TrainerState,
@@ -38,20 +40,31 @@ logger = logging.get_logger(__name__)
 
 
 class Samples:
-    """Completes the first `most` prompts of a trainer's evaluation dataset with its policy.
+    """Completes prompts of a trainer's evaluation dataset with its policy.
 
-    Trainers that generate do it with their own engine and options, for the others transformers
-    generates; `config` says how tokens are drawn instead. TypeError: the model writes no text.
-    ValueError: there is no such dataset, or its rows have no prompt.
+    Online trainers use their own engine and sampling options; for other trainers transformers
+    generates.
+
+    Args:
+        trainer: any trainer but that of reward models.
+        config: replaces the trainer's sampling options.
+        max_prompts: only the first so many prompts are completed; None: all.
+
+    Raises:
+        TypeError: the model has no output head.
+        ValueError: the trainer has no evaluation dataset with a length, or no row has a prompt.
     """
 
-    def __init__(self, trainer: BaseTrainer, config: GenerationConfig | None, most: int | None):
+    def __init__(
+        self, trainer: BaseTrainer, config: GenerationConfig | None, max_prompts: int | None
+    ):
         tokenizer: Any = trainer.processing_class
         model: Any = trainer.accelerator.unwrap_model(trainer.model)
         if getattr(model, "get_output_embeddings", lambda: None)() is None:
             raise TypeError(f"{type(model).__name__} writes no text: it cannot complete prompts.")
-        self._trainer, self._decode = trainer, PromptEncoder(tokenizer).completions
-        self._prompts = _prompts(trainer, tokenizer, most)
+        self._trainer = trainer
+        self._decode = PromptEncoder(tokenizer).completions
+        self._prompts = _prompts(trainer, tokenizer, max_prompts)
         self._engine: Any = getattr(trainer, "backend", None)
         if self._engine is None:
             self._engine = TransformersBackend(
@@ -67,55 +80,71 @@ class Samples:
             self._sampling = Sampling(max_tokens=MOST_TOKENS, stop_ids=stops)
             config = config or model.generation_config
         if config is not None:
-            wanted = config.to_dict() | {"max_tokens": config.max_new_tokens}
-            wanted["top_k"] = wanted["top_k"] if config.do_sample else 1  # the likeliest token
-            named = {name: wanted[name] for name in NAMED_OPTIONS if wanted[name] is not None}
-            self._sampling = self._sampling.replace(**named)
-        if (context := context_length(model)) is not None:
+            options = config.to_dict() | {"max_tokens": config.max_new_tokens}
+            if not config.do_sample:
+                options["top_k"] = 1  # the most likely token
+            changes = {name: options[name] for name in NAMED_OPTIONS if options[name] is not None}
+            self._sampling = self._sampling.replace(**changes)
+        context = context_length(model)
+        if context is not None:
             room = context - max(map(len, self._prompts.token_ids))
-            most_tokens = max(1, min(self._sampling.max_tokens, room))
-            self._sampling = self._sampling.replace(max_tokens=most_tokens)
+            max_tokens = max(1, min(self._sampling.max_tokens, room))
+            self._sampling = self._sampling.replace(max_tokens=max_tokens)
 
     def draw(self) -> list[dict[str, Any]]:
         """Return a record of each completion on the main process; all processes call this."""
-        trainer, ranks, most = self._trainer, self._trainer.ranks, len(self._prompts)
-        step, count = trainer.state.global_step, -(-most // ranks.count)
+        trainer = self._trainer
+        ranks = trainer.ranks
+        step = trainer.state.global_step
+        num_prompts = len(self._prompts)
+        count = math.ceil(num_prompts / ranks.count)  # prompts of each rank
         first = ranks.rank * count
-        # Ranks work in step, so the last ones repeat a prompt where there is none left.
-        prompts = self._prompts.select([min(first + row, most - 1) for row in range(count)])
+        # All ranks must generate equally many rows, so the last ones repeat the last prompt.
+        prompts = self._prompts.select([min(first + row, num_prompts - 1) for row in range(count)])
         seeds = row_seeds(("samples", trainer.args.seed, step), first, count)
         with preserve_rng_state(), trainer.phases.inference("generation", count):
             self._engine.sync_weights(step)
-            found = self._engine.generate(prompts, self._sampling.replace(seeds=seeds), 1)
-        prompts, ids = found.completed_prompts(prompts), found.completion_ids
-        texts = found.messages or self._decode(prompts, ids)
+            completions = self._engine.generate(prompts, self._sampling.replace(seeds=seeds), 1)
+        prompts = completions.completed_prompts(prompts)
+        ids = completions.completion_ids
+        texts = completions.messages or self._decode(prompts, ids)
         names = ("prompt", "completion", "completion_ids", "finish")
-        unknown = {"step": step, "rewards": {}, "reward": None, "advantage": None}
-        columns = zip(prompts.messages, texts, ids, found.finish_reasons, strict=True)
-        rows = [unknown | dict(zip(names, row, strict=True)) for row in columns]
-        every = chain(*ranks.gather_objects_on_rank_0(rows))
-        return [row | {"group": place} for place, row in enumerate(islice(every, most))]
+        common = {"step": step, "rewards": {}, "reward": None, "advantage": None}
+        columns = zip(prompts.messages, texts, ids, completions.finish_reasons, strict=True)
+        records = [common | dict(zip(names, row, strict=True)) for row in columns]
+        all_records = chain(*ranks.gather_objects_on_rank_0(records))
+        return [
+            record | {"group": index}
+            for index, record in enumerate(islice(all_records, num_prompts))
+        ]
 
 
-def _prompts(trainer: BaseTrainer, tokenizer: Any, most: int | None) -> Prompts:
-    data = trainer.eval_dataset
-    data = next(iter(data.values())) if isinstance(data, Mapping) else data
-    if data is None or not isinstance(data, Dataset):
+def _prompts(
+    trainer: BaseTrainer, tokenizer: PreTrainedTokenizerBase, max_prompts: int | None
+) -> Prompts:
+    """Return the prompts of the first evaluation dataset, at most `max_prompts`."""
+    dataset = trainer.eval_dataset
+    if isinstance(dataset, Mapping):
+        dataset = next(iter(dataset.values()))
+    if not isinstance(dataset, Dataset):
         raise ValueError("Drawing completions needs an eval_dataset with a length: pass one.")
-    rows = [data[i] for i in range(min(len(data), most or len(data)))]
-    if "prompt" in data.column_names:  # of a trainer that generates; others have prepared tokens
+    count = min(len(dataset), max_prompts or len(dataset))
+    rows = [dataset[index] for index in range(count)]
+    if "prompt" in dataset.column_names:  # of a trainer that generates; others have prepared tokens
         return trainer.encode(rows)  # type: ignore[operator]
-    ids = [found for row in rows if (found := _beginning(row))]
-    if not ids:
+    prompt_ids = [_prompt_ids(row) for row in rows]
+    prompt_ids = [ids for ids in prompt_ids if ids]
+    if not prompt_ids:
         raise ValueError(
             "The rows of eval_dataset have no prompts to complete: use 'prompt' and 'completion' "
             "instead of whole texts."
         )
-    return Prompts(messages=[tokenizer.decode(row) for row in ids], token_ids=ids)
+    messages = [tokenizer.decode(ids) for ids in prompt_ids]
+    return Prompts(messages=messages, token_ids=prompt_ids)
 
 
-def _beginning(example: Example) -> list[int]:
-    """What comes before the answers of a prepared example, or the target tokens of a document."""
+def _prompt_ids(example: Example) -> list[int]:
+    """Return the tokens before the answers of a prepared example, or before its target tokens."""
     prefix = list(make_group(example).prefix.ids)
     if "labels" in example and len(prefix) == 1:  # a whole text: nothing predicts its first token
         return []
@@ -129,9 +158,15 @@ class LogCompletionsCallback(TrainerCallback):
     Comet as `completions.csv`, and as `completions/samples.jsonl` into the output folder, for
     `trl completions --split samples` and `trl report`.
 
-    The `trainer` is any but that of reward models. Tokens are drawn as `generation_config` says, by
-    default as in training, or as the model's own configuration says; for the first `num_prompts`,
-    by default for all. ValueError: there are none, or neither `freq` nor `eval_steps` is set.
+    Args:
+        trainer: any trainer but that of reward models.
+        generation_config: how tokens are drawn; None: as in training, or, if the trainer does not
+            generate, as in the model's generation config.
+        num_prompts: only the first so many prompts are completed; None: all.
+        freq: optimizer steps between two rounds of completions; None: `eval_steps`.
+
+    Raises:
+        ValueError: there are no prompts, or neither `freq` nor `eval_steps` is set.
     """
 
     def __init__(
@@ -143,7 +178,8 @@ class LogCompletionsCallback(TrainerCallback):
     ):
         if not (freq or trainer.args.eval_steps):
             raise ValueError("LogCompletionsCallback needs freq, or the option eval_steps.")
-        self._samples, self._freq = Samples(trainer, generation_config, num_prompts), freq
+        self._samples = Samples(trainer, generation_config, num_prompts)
+        self._freq = freq
         self._file = JsonLinesFile(
             Path(trainer.args.output_dir or "", "completions", "samples.jsonl")
         )
@@ -151,7 +187,7 @@ class LogCompletionsCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Keep what was drawn until the step that training resumes from."""
+        """Drop completions of steps after the one that training resumes from."""
         if state.is_world_process_zero:
             self._file.drop_after(state.global_step or -1)
 
@@ -178,10 +214,14 @@ class LogCompletionsCallback(TrainerCallback):
 class WeaveCallback(TrainerCallback):
     """Completes prompts of the evaluation dataset at each evaluation, and sends them to Weave.
 
-    They go to `project_name`, or where the client or the W&B run that is there belongs, with what
-    `scorers`, functions of a prompt and a completion, say of them. The other arguments are those of
-    `LogCompletionsCallback`, and what Weave is to call the prompts and the policy. ValueError:
-    there are no prompts, or, when training begins, no project.
+    Args:
+        trainer, generation_config, num_prompts: as for `LogCompletionsCallback`.
+        project_name: the Weave project; None: that of the current Weave client or W&B run.
+        scorers: functions of a prompt and a completion, whose values are sent along.
+        dataset_name, model_name: names of the prompts and of the policy in Weave.
+
+    Raises:
+        ValueError: there are no prompts or, when training begins, no project.
     """
 
     def __init__(
@@ -196,7 +236,8 @@ class WeaveCallback(TrainerCallback):
     ):
         self._weave = require("weave", "WeaveCallback")
         self._samples = Samples(trainer, generation_config, num_prompts)
-        self._project, self._scorers = project_name, scorers or {}
+        self._project = project_name
+        self._scorers = scorers or {}
         config: Any = trainer.accelerator.unwrap_model(trainer.model).config
         self._names = {"model": model_name or config.name_or_path, "dataset": dataset_name}
         self._last = -1
@@ -220,16 +261,19 @@ class WeaveCallback(TrainerCallback):
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Draw completions, and send them; of several datasets, with the first alone."""
+        """Draw completions and send them; with several datasets, after the first one alone."""
         if state.global_step == self._last:
             return
-        self._last, scored = state.global_step, []
-        if not (records := self._samples.draw()):
+        self._last = state.global_step
+        records = self._samples.draw()
+        if not records:
             return
+        scored: list[dict[str, float]] = []
         with self._weave.attributes({"training_step": state.global_step}):
             log = self._weave.EvaluationLogger(**self._names)
             for record in records:
-                prompt, completion = transcript(record["prompt"]), transcript(record["completion"])
+                prompt = transcript(record["prompt"])
+                completion = transcript(record["completion"])
                 entry = log.log_prediction(inputs={"prompt": prompt}, output=completion)
                 scored.append(scores(self._scorers, prompt, completion))
                 for name, value in scored[-1].items():
@@ -239,21 +283,23 @@ class WeaveCallback(TrainerCallback):
 
 
 def scores(scorers: Scorers, prompt: str, completion: str) -> dict[str, float]:
-    """What each function says of a completion; one that fails is left out, with a warning."""
-    found = {}
+    """Score a completion with each function; one that fails is left out, with a warning."""
+    values = {}
     for name, function in scorers.items():
         try:
-            found[name] = function(prompt, completion)
+            values[name] = function(prompt, completion)
         except Exception as error:
             logger.warning(f"The scorer {name!r} failed: {type(error).__name__}: {error}")
-    return found
+    return values
 
 
 def summary(scored: list[dict[str, float]], scorers: Scorers) -> dict[str, float]:
-    """Count predictions, and those that all functions scored; means of what each said."""
-    known = {name: [found[name] for found in scored if name in found] for name in scorers}
+    """Count predictions, and those that all functions scored; average what each returned."""
+    values_by_scorer = {
+        name: [values[name] for values in scored if name in values] for name in scorers
+    }
     return {
         "total_predictions": len(scored),
-        "successful_predictions": sum(found.keys() >= scorers.keys() for found in scored),
-        **{f"avg_{name}": fmean(values) for name, values in known.items() if values},
+        "successful_predictions": sum(values.keys() >= scorers.keys() for values in scored),
+        **{f"avg_{name}": fmean(values) for name, values in values_by_scorer.items() if values},
     }
