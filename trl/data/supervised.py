@@ -146,17 +146,23 @@ def encode_aligned(
         examples = [example for _, _, example in targets]
         texts = [text for text, _, _ in targets]
         masked = encoder.masked(texts, [spans for _, spans, _ in targets])
-    elif example_kind == "tokenized":
-        masked = [_tokenized(row, options) for row in rows]
     else:
-        masked = [
-            encoder.closed(*row) for row in encoder.masked(*_texts(rows, example_kind, options))
-        ]
+        masked = _encode_texts(rows, example_kind, encoder, options)
     origins = [str(row.get(options.source_column, "")) for row in rows]
     return [
         EncodedDocument(ids, loss_mask, merged, example, origins[example])
         for (ids, loss_mask, merged), example in zip(masked, examples, strict=True)
     ]
+
+
+def _encode_texts(
+    rows: Sequence[Row], example_kind: Kind, encoder: TextEncoder, options: SupervisedOptions
+) -> list[Masked]:
+    """Encode rows that are text, or token ids already."""
+    if example_kind == "tokenized":
+        return [_tokenized(row, options) for row in rows]
+    marked = _texts(rows, example_kind, options)
+    return [encoder.closed(*masked) for masked in encoder.masked(*marked)]
 
 
 def _aligned(row: Row) -> Row:
@@ -244,32 +250,44 @@ def _behind(spans: Sequence[Span], start: int) -> list[Span]:
 
 
 def _tokenized(row: Row, options: SupervisedOptions) -> Masked:
-    ids = np.asarray(row["input_ids"])
+    """Read ids, and which of them are in the loss, of a row that has no text."""
+    ids = _checked_ids(row["input_ids"])
+    names = ["labels", "assistant_masks"]
+    if not options.trains_prompts:
+        names.append("completion_mask")
+    loss_mask = np.ones(len(ids), dtype=bool)
+    for name in names:
+        if row.get(name) is not None:
+            loss_mask &= _mask_of_column(name, np.asarray(row[name]), ids)
+    return ids.tolist(), loss_mask, 0
+
+
+def _checked_ids(input_ids: Sequence[int]) -> np.ndarray:
+    ids = np.asarray(input_ids)
     if ids.ndim != 1 or (len(ids) and not np.issubdtype(ids.dtype, np.integer)):
-        raise ValueError(f"input_ids must be a list of integers, not {row['input_ids']!r:.60}.")
+        raise ValueError(f"input_ids must be a list of integers, not {input_ids!r:.60}.")
     if (ids < 0).any():
         position = int((ids < 0).argmax())
         raise ValueError(
             f"input_ids has the id {ids[position]} at position {position}, but ids begin with 0. "
             "To leave a token out of the loss, keep its id, and write -100 into 'labels'."
         )
-    names = ["labels", "assistant_masks"]
-    if not options.trains_prompts:
-        names.append("completion_mask")
-    trained = np.ones(len(ids), dtype=bool)
-    for name in (name for name in names if row.get(name) is not None):
-        values = np.asarray(row[name])
-        if len(values) != len(ids):
-            raise ValueError(
-                f"{name} must be as long as input_ids ({len(ids)}), not {len(values)}."
-            )
-        trained &= (values != IGNORED) if name == "labels" else values.astype(bool)
-        if name == "labels" and (values != ids)[trained].any():
-            raise ValueError(
-                "labels must be the tokens of input_ids in the same places, or -100; "
-                "they are shifted when the loss is computed."
-            )
-    return ids.tolist(), trained, 0
+    return ids
+
+
+def _mask_of_column(name: str, values: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """The tokens that labels, or a mask, leave in the loss (tokens,) bool."""
+    if len(values) != len(ids):
+        raise ValueError(f"{name} must be as long as input_ids ({len(ids)}), not {len(values)}.")
+    if name != "labels":
+        return values.astype(bool)
+    in_loss = values != IGNORED
+    if (values != ids)[in_loss].any():
+        raise ValueError(
+            "labels must be the tokens of input_ids in the same places, or -100; "
+            "they are shifted when the loss is computed."
+        )
+    return in_loss
 
 
 def assistant_spans(
