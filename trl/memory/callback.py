@@ -149,8 +149,15 @@ class MemoryCallback(TrainerCallback):
         **kwargs: object,
     ) -> None:
         """Note the number of the step that begins."""
+        self.begin_step(state.global_step)
+
+    def begin_step(self, steps_done: int) -> None:
+        """Count what follows to the step after these many.
+
+        A trainer that works before `on_step_begin`, where it takes the batches of a step, calls it.
+        """
         self._in_step = True
-        self._timeline.step = state.global_step + 1
+        self._timeline.step = steps_done + 1
 
     def on_substep_end(
         self,

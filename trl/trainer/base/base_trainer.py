@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import islice
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from accelerate.utils.memory import clear_device_cache
@@ -33,6 +33,9 @@ from .keyword_arguments import StrictKeywordArguments
 from .micro_batches import MicroBatchRunner
 from .policy import Policy, check_name, load_reference, router_coefficient
 
+if TYPE_CHECKING:
+    from ...memory.callback import MemoryCallback
+
 logger = logging.get_logger(__name__)
 
 
@@ -53,6 +56,7 @@ class BaseTrainer(StrictKeywordArguments, OverrideCheck, BestMetricCheck, Checkp
 
     method: ClassVar[Method]
     _moving_reference: MovingReference | None = None
+    _memory_callback: "MemoryCallback | None" = None
     _prefix = ""  # of the metrics of the evaluation that is running
 
     def __init__(self, policy: Policy, args: BaseConfig, **options: Any):
@@ -79,7 +83,8 @@ class BaseTrainer(StrictKeywordArguments, OverrideCheck, BestMetricCheck, Checkp
         if args.log_memory:
             from ...memory.callback import MemoryCallback
 
-            self.add_callback(MemoryCallback(self.phases.meter, passes=False, metrics=False))
+            self._memory_callback = MemoryCallback(self.phases.meter, passes=False, metrics=False)
+            self.add_callback(self._memory_callback)
 
     @cached_property
     def algorithm(self) -> Algorithm[Any]:
@@ -127,6 +132,8 @@ class BaseTrainer(StrictKeywordArguments, OverrideCheck, BestMetricCheck, Checkp
     ) -> tuple[list[Batch], None]:
         """Take the micro-batches of an optimizer step; transformers calls this once for each."""
         self.phases.begin_update()
+        if self._memory_callback is not None:
+            self._memory_callback.begin_step(self.state.global_step)
         inputs = list(islice(epoch_iterator, num_batches))
         return (self.take_step(inputs, "train") if inputs else []), None
 
