@@ -83,15 +83,19 @@ def make_group(example: Example) -> Group:
 
 def _document_group(example: Example, is_filler: bool) -> Group:
     ids = example["input_ids"]
-    targets = target_positions(example)
-    start = targets[0] if targets else min(1, len(ids) - 1)
-    stop = targets[-1] + 1 if targets else start + 1
-    mask = [label != IGNORED for label in example["labels"][start:stop]]
+    labels = example["labels"]
+    positions = range(1, len(labels))
+    start = next((i for i in positions if labels[i] != IGNORED), None)
+    has_targets = start is not None
+    if start is None:
+        start = min(1, len(ids) - 1)
+    stop = next((i for i in reversed(positions) if labels[i] != IGNORED), start) + 1
+    mask = [label != IGNORED for label in labels[start:stop]]
     return Group(
         prefix=Prefix(ids[:start]),
         branches=(Branch(ids[start:stop], mask),),
         row=example["source"],
-        is_filler=is_filler or not targets,
+        is_filler=is_filler or not has_targets,
         origin=example.get("origin", ""),
     )
 
