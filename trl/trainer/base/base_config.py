@@ -24,8 +24,16 @@ from .options import check_options, from_json, option_types
 
 # Ranges of options that transformers declares and does not check.
 NOT_NEGATIVE = (
-    *("learning_rate", "weight_decay", "max_grad_norm", "adam_epsilon", "warmup_steps", "seed"),
-    *("save_steps", "eval_steps", "logging_steps", "dataloader_num_workers"),
+    "adam_epsilon",
+    "dataloader_num_workers",
+    "eval_steps",
+    "learning_rate",
+    "logging_steps",
+    "max_grad_norm",
+    "save_steps",
+    "seed",
+    "warmup_steps",
+    "weight_decay",
 )
 SIZES = "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"
 INHERITED: dict[str, Any] = {name: {"ge": 0} for name in NOT_NEGATIVE} | {
@@ -208,7 +216,8 @@ class BaseConfig(
 
     def _problems(self) -> dict[str, Any]:
         """Messages about options that cannot be used together, and whether they apply."""
-        given = {name: getattr(self, name) for name in self.without_meaning}
+        values = vars(self)
+        unusable = {name: values[name] for name in self.without_meaning}
         divides = self.ranks_per_row > 1 and not self.divides_rows
         return {
             # transformers would take one step for 0, and all epochs for any number below.
@@ -217,7 +226,7 @@ class BaseConfig(
             ),
             **{
                 f"{name}={x!r} cannot be used: {self.without_meaning[name]}. Leave it out": x
-                for name, x in given.items()
+                for name, x in unusable.items()
             },
             "learning_rate=inf must be finite": math.isinf(self.learning_rate),
             f"cp_size={self.ranks_per_row} (or sp_size): context parallelism is for trainers that "
@@ -234,9 +243,9 @@ class BaseConfig(
         for name in arguments:
             if name not in parameters:
                 hint = did_you_mean(name, parameters)
-                kind = SchedulerType(self.lr_scheduler_type).value
+                scheduler = SchedulerType(self.lr_scheduler_type).value
                 raise ValueError(
-                    f"lr_scheduler_kwargs[{name!r}]: lr_scheduler_type={kind!r} has no such "
+                    f"lr_scheduler_kwargs[{name!r}]: lr_scheduler_type={scheduler!r} has no such "
                     f"argument.{hint}"
                 )
 
@@ -247,10 +256,10 @@ class BaseConfig(
             kernels: str = "liger_kernel_config"  # declared without a type that is known
             setattr(self, kernels, _layers_only(getattr(self, kernels) or {}))
         chosen: Any = self.report_to  # a list by now
-        known = [*trackers.INTEGRATION_TO_CALLBACK, "flyte"]
+        tracker_names = [*trackers.INTEGRATION_TO_CALLBACK, "flyte"]
         for name in chosen:
-            if name not in known:
-                hint = did_you_mean(name, known)
+            if name not in tracker_names:
+                hint = did_you_mean(name, tracker_names)
                 raise ValueError(f"report_to={name!r} is not a known tracker.{hint}")
             if name not in ("flyte", *trackers.get_available_reporting_integrations()):
                 package = PACKAGES.get(name, name)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from transformers import TrainingArguments
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.utils import logging
 
@@ -27,7 +28,9 @@ logger = logging.get_logger(__name__)
 MANIFEST = "trl_manifest.json"
 UNFINISHED = "unfinished"
 _FREE = (MANIFEST, "README.md")  # files that a user may edit, and the manifest itself
-_SAMPLES, _SAMPLE = 256, 2**16  # of a large file, and bytes of each: 16 MiB
+# Of larger files than 16 MiB, samples are hashed.
+_SAMPLES = 256
+_SAMPLE_BYTES = 2**16
 
 
 @dataclass
@@ -44,7 +47,7 @@ STATE_FORMAT = 2
 
 
 class RankState:
-    """What the next step depends on and only this process knows; transformers saves the rest."""
+    """The state of this process that the next step depends on and transformers does not save."""
 
     def __init__(self, ranks: Ranks):
         self._ranks = ranks
@@ -55,7 +58,7 @@ class RankState:
         self._parts[name] = save, restore
 
     def write(self, folder: str | Path, layout: list[int], position: DataPosition) -> None:
-        """Write the file of this process; under another `layout` of batches it has no meaning."""
+        """Write the file of this process, valid only for this `layout`: the sizes of batches."""
         state = {name: save() for name, (save, _) in self._parts.items()}
         facts = {"format": STATE_FORMAT, "plan": layout}
         torch.save(facts | vars(position) | state, self._path(folder))
@@ -74,7 +77,7 @@ class RankState:
                 f"{str(folder)!r}."
             )
         fits = state is not None and state["plan"] == layout
-        # Ranks that go on within a round and ranks that begin one would wait for each other.
+        # Ranks that continue a rollout batch and ranks that begin one would wait for each other.
         lacking = [rank for rank, has in enumerate(self._ranks.gather_objects(fits)) if not has]
         if not lacking:
             return state
@@ -86,7 +89,7 @@ class RankState:
         return None
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Hand each part what it saved; one that the checkpoint does not know stays as it is."""
+        """Restore each part that the checkpoint has; other parts stay as they are."""
         for name, (_, restore) in self._parts.items():
             if name in state:
                 restore(state[name])
@@ -104,20 +107,24 @@ def load(path: Path, in_place: bool = False) -> Any:
 
 
 def checkpoints_in(folder: str | Path) -> list[Path]:
-    """The checkpoints in an output folder, newest step first."""
-    found = [x for x in Path(folder).glob("*") if re.fullmatch(r"checkpoint-\d+", x.name)]
-    return sorted(filter(Path.is_dir, found), key=lambda x: int(x.name.split("-")[1]), reverse=True)
+    """Return the checkpoints in an output folder, highest step first."""
+    folders = [
+        path
+        for path in Path(folder).glob("*")
+        if re.fullmatch(r"checkpoint-\d+", path.name) and path.is_dir()
+    ]
+    return sorted(folders, key=lambda path: int(path.name.split("-")[1]), reverse=True)
 
 
 @contextmanager
 def explained(staged: Path, final: Path) -> Iterator[None]:
-    """Remove what was written of a failed checkpoint, and name the disk in the error."""
+    """If saving fails, remove what was written, and say in the error how full the disk is."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
         shutil.rmtree(staged, ignore_errors=True)
-        place = next(path for path in final.absolute().parents if path.is_dir())
-        free = format_bytes(shutil.disk_usage(place).free)
+        folder = next(path for path in final.absolute().parents if path.is_dir())
+        free = format_bytes(shutil.disk_usage(folder).free)
         older = ", ".join(path.name for path in checkpoints_in(final.parent))
         raise OSError(
             f"{final.name} could not be saved in {final.parent} ({error}); {free} are free "
@@ -125,8 +132,8 @@ def explained(staged: Path, final: Path) -> Iterator[None]:
         ) from error
 
 
-def save_arguments(args: Any, folder: str | Path) -> None:
-    """Write `training_args.bin`, in place of that of transformers, without secrets."""
+def save_arguments(args: TrainingArguments, folder: str | Path) -> None:
+    """Replace the `training_args.bin` of transformers by one without secrets."""
     if not args.should_save:
         return
     public = copy.copy(args)
@@ -158,13 +165,16 @@ def publish_together(
 
 
 def seal(folder: Path, facts: dict[str, Any], whole: bool = True) -> None:
-    """Write the manifest, when all else is written, with checksums of `whole` files or samples."""
-    found = (path for path in sorted(folder.rglob("*")) if path.name not in _FREE)
-    files = {path.relative_to(folder).as_posix(): path for path in found if path.is_file()}
+    """Write the manifest of a complete folder, with checksums of `whole` files or of samples."""
+    files = {
+        path.relative_to(folder).as_posix(): path
+        for path in sorted(folder.rglob("*"))
+        if path.name not in _FREE and path.is_file()
+    }
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(_flush, files.values()))
-        described = pool.map(lambda path: _described(path, whole), files.values())
-        content = {"facts": facts, "files": dict(zip(files, described, strict=True))}
+        descriptions = pool.map(lambda path: _describe(path, whole), files.values())
+        content = {"facts": facts, "files": dict(zip(files, descriptions, strict=True))}
     text = json.dumps({"content": content, "sha256": _text_sum(content)}, indent=1)
     (folder / MANIFEST).write_text(text, encoding="utf-8")
     _flush(folder / MANIFEST)
@@ -172,12 +182,12 @@ def seal(folder: Path, facts: dict[str, Any], whole: bool = True) -> None:
 
 
 def facts_of(folder: Path) -> dict[str, Any] | None:
-    """What `seal` was given; None for a folder without a manifest, written by another program."""
+    """Return the `facts` given to `seal`; None if another program wrote the folder."""
     return _content(folder).get("facts")
 
 
 def find_fault(folder: Path) -> str | None:
-    """Say what is wrong with a checkpoint, after checking all files; None if nothing is."""
+    """Check all files of a checkpoint; return what is wrong with it, or None."""
     if not (folder / "trainer_state.json").is_file():
         return "trainer_state.json is missing"
     try:
@@ -194,7 +204,7 @@ def find_fault(folder: Path) -> str | None:
 
 
 def publish(staged: Path, final: Path) -> None:
-    """Give a sealed checkpoint its name, in place of what had it."""
+    """Move a sealed checkpoint to its final name, replacing a folder of that name."""
     if final.exists():
         _withdraw(final)
     staged.rename(final)
@@ -204,7 +214,7 @@ def publish(staged: Path, final: Path) -> None:
 
 
 def clean_up(folder: str | Path) -> None:
-    """Finish or remove what a run left in the output folder that was killed while saving."""
+    """Finish or remove checkpoints that a run was saving when it was killed."""
     unfinished = Path(folder) / UNFINISHED
     for staged in checkpoints_in(unfinished):
         if (staged / MANIFEST).exists() and find_fault(staged) is None:
@@ -216,10 +226,11 @@ def rotate(folder: str | Path, limit: int | None, keep: list[Path]) -> None:
     """Remove the oldest checkpoints until `limit` are left, but none of `keep`; 0: no limit."""
     if not limit or limit < 0:
         return
-    kept = {path.resolve() for path in keep}
-    others = [path for path in checkpoints_in(folder)[::-1] if path.resolve() not in kept]
-    others.sort(key=lambda path: path.stat().st_mtime)  # resumed runs write lower steps later
-    for path in others[: max(0, len(others) + len(kept) - max(limit, len(kept)))]:
+    protected = {path.resolve() for path in keep}
+    removable = [path for path in checkpoints_in(folder)[::-1] if path.resolve() not in protected]
+    removable.sort(key=lambda path: path.stat().st_mtime)  # resumed runs write lower steps later
+    excess = len(removable) + len(protected) - max(limit, len(protected))
+    for path in removable[: max(0, excess)]:
         _withdraw(path)
         with suppress(OSError):
             path.with_name(UNFINISHED).rmdir()
@@ -241,7 +252,7 @@ def _fault_of(path: Path, expected: dict[str, Any]) -> str | None:
         return f"{path.name} is missing"
     if (size := path.stat().st_size) != expected["bytes"]:
         return f"{path.name} has {size} bytes, not {expected['bytes']}"
-    is_intact = _described(path, whole="sha256" in expected) == expected
+    is_intact = _describe(path, whole="sha256" in expected) == expected
     return None if is_intact else f"{path.name} is not what was written: its checksum differs"
 
 
@@ -249,16 +260,17 @@ def _text_sum(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _described(path: Path, whole: bool) -> dict[str, Any]:
-    """Size and checksum of a file; the checksum under a name that says of what of it."""
-    size, found = path.stat().st_size, hashlib.sha256()
+def _describe(path: Path, whole: bool) -> dict[str, Any]:
+    """Return size and checksum of a file: `sha256` of all bytes, or `sampled_sha256`."""
+    size = path.stat().st_size
+    checksum = hashlib.sha256()
     with path.open("rb") as file:
-        if whole or size <= _SAMPLES * _SAMPLE:
+        if whole or size <= _SAMPLES * _SAMPLE_BYTES:
             return {"bytes": size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
         for sample in range(_SAMPLES):  # the first begins the file, the last ends it
-            file.seek((size - _SAMPLE) * sample // (_SAMPLES - 1))
-            found.update(file.read(_SAMPLE))
-    return {"bytes": size, "sampled_sha256": found.hexdigest()}
+            file.seek((size - _SAMPLE_BYTES) * sample // (_SAMPLES - 1))
+            checksum.update(file.read(_SAMPLE_BYTES))
+    return {"bytes": size, "sampled_sha256": checksum.hexdigest()}
 
 
 def _flush(path: Path) -> None:
@@ -270,7 +282,7 @@ def _flush(path: Path) -> None:
 
 
 def _withdraw(checkpoint: Path) -> None:
-    """Remove a checkpoint, at once: no half of it is ever found under its name."""
+    """Remove a checkpoint; it is renamed first, so that its name never holds half of it."""
     doomed = checkpoint.with_name(UNFINISHED) / f"replaced-{checkpoint.name}"
     doomed.parent.mkdir(exist_ok=True)
     shutil.rmtree(doomed, ignore_errors=True)

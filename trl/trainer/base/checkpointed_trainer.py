@@ -31,7 +31,7 @@ from .run_lock import RunLock
 
 
 class CheckpointedTrainer(Trainer):
-    """`transformers.Trainer` with checkpoints that are whole, and resumption to the last bit."""
+    """`transformers.Trainer` with atomic checkpoints, from which runs resume bit for bit."""
 
     method: ClassVar[Method]
     _is_saving = False  # a checkpoint
@@ -66,16 +66,16 @@ class CheckpointedTrainer(Trainer):
         self._total_loss_scalar -= float(self.ranks.sum(self._tr_loss)) / self.ranks.count
 
     def read_checkpoint(self, folder: str) -> None:
-        """Continue from what `write_checkpoint` has written into a folder; all ranks call this."""
+        """Read what `write_checkpoint` wrote into a folder; all ranks call this."""
 
     def write_checkpoint(self, folder: str) -> None:
-        """Write what a resumed run needs besides weights and states; all ranks call this."""
+        """Write further state that a resumed run needs; all ranks call this."""
 
     def drop_update(self) -> None:
-        """Drop what an update that was not finished has left."""
+        """Drop the state of an update that an error interrupted."""
 
     def batch_layout(self) -> list[int]:
-        """The sizes of batches: a checkpoint's place in its data holds for these alone."""
+        """Return the sizes of batches; a data position is valid only for the same sizes."""
         return [self.args.train_batch_size, self.ranks.count, self.args.gradient_accumulation_steps]
 
     def begin_training(self) -> None:
@@ -91,9 +91,12 @@ class CheckpointedTrainer(Trainer):
             streams = isinstance(self.train_dataset, IterableDataset)
             if state is not None and streams and not self.args.ignore_data_skip:
                 # Where the epochs of a stream end follows from no step count.
-                epochs, micro_steps = state["epoch"], state["micro_steps"]
+                epochs = state["epoch"]
+                micro_steps = state["micro_steps"]
             if self.state.global_step >= most_steps:
-                epochs, micro_steps = most_epochs, 0  # transformers would make one step more
+                # transformers would make one step more.
+                epochs = most_epochs
+                micro_steps = 0
         self.data_position = DataPosition(epochs, micro_steps)
         self.drop_update()  # that an error interrupted
         return epochs, micro_steps
@@ -103,7 +106,8 @@ class CheckpointedTrainer(Trainer):
         self.begin_training()
         if self._saved is None:
             return
-        (checkpoint, state), self._saved = self._saved, None
+        checkpoint, state = self._saved
+        self._saved = None
         self.rank_state.restore(state or {})
         self.read_checkpoint(checkpoint)
         if self.is_world_process_zero():
@@ -115,9 +119,9 @@ class CheckpointedTrainer(Trainer):
         self.rank_state.write(output_dir, self.batch_layout(), self.data_position)
         self.write_checkpoint(output_dir)
 
-    def find_checkpoint(self, wanted: Any = True) -> str | None:
+    def find_checkpoint(self, wanted: str | bool | None = True) -> str | None:
         """Return the folder of the checkpoint `wanted`, as in `train`; all processes call this."""
-        # There peft would read one wrapped module without the rest.
+        # Under FSDP1, peft would load one wrapped module without the others.
         if wanted and self.ranks.fsdp_version == 1 and is_peft_model(self.model):
             raise ValueError(
                 "resume_from_checkpoint: an adapter cannot be restored under FSDP1. Train it under "
@@ -136,16 +140,18 @@ class CheckpointedTrainer(Trainer):
 
     @cached_property
     def run_settings(self) -> dict[str, Any]:
-        """What the outcome of the run depends on, by name: JSON values, read before training."""
+        """The settings that the result of the run depends on: JSON values by name."""
         # Nothing wraps the model yet.
         facts = resuming.describe_options(self.args) | resuming.describe_model(self.model)
         facts |= resuming.describe_dataset(self.stored_rows()) | self.run_facts
         return {"trainer": type(self).__name__, resuming.PROCESSES: self.args.world_size} | facts
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Write a checkpoint aside, seal it, and give it its name when it is complete."""
-        folder, name = Path(self._get_output_dir(trial)), f"checkpoint-{self.state.global_step}"
-        staged, final = folder / UNFINISHED / name, folder / name
+        """Write a checkpoint into a temporary folder, seal it, and move it to its final name."""
+        folder = Path(self._get_output_dir(trial))
+        name = f"checkpoint-{self.state.global_step}"
+        staged = folder / UNFINISHED / name
+        final = folder / name
         facts = {"settings": self.run_settings, "weights_only": self.args.save_only_model}
         self._is_saving = True
         try:
@@ -177,9 +183,9 @@ class CheckpointedTrainer(Trainer):
             name = model_name or Path(self.args.hub_model_id or self.args.output_dir).name
             base_model = self.model.config.name_or_path
             card = render_model_card(self.method, name, base_model, dataset_name)
-            place = Path(folder or self.args.output_dir)
-            place.mkdir(parents=True, exist_ok=True)
-            (place / "README.md").write_text(card, encoding="utf-8")
+            card_folder = Path(folder or self.args.output_dir)
+            card_folder.mkdir(parents=True, exist_ok=True)
+            (card_folder / "README.md").write_text(card, encoding="utf-8")
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
         """Upload model and card; an OfflineModeIsEnabled error if the hub is switched off."""

@@ -256,8 +256,8 @@ def _kind_of(value: Any) -> str:
 
 
 def _check_output_dir(name: str, output: str | None) -> None:
-    place = Path(name).expanduser()
-    if name and output and place.is_dir() and place.resolve() == Path(output).resolve():
+    folder = Path(name).expanduser()
+    if name and output and folder.is_dir() and folder.resolve() == Path(output).resolve():
         raise ValueError(
             f"output_dir={output!r} is the folder of the model, which would be replaced. Choose "
             "another one."
@@ -266,9 +266,9 @@ def _check_output_dir(name: str, output: str | None) -> None:
 
 def check_name(chosen: Any, sets: Any) -> None:
     """Check that a name of an evaluation set is one of several sets."""
-    known = sets if isinstance(sets, dict) else {}
-    if isinstance(chosen, str) and chosen not in known:
-        hint = did_you_mean(chosen, known, f" Its names: {', '.join(known) or 'none'}.")
+    names = list(sets) if isinstance(sets, dict) else []
+    if isinstance(chosen, str) and chosen not in names:
+        hint = did_you_mean(chosen, names, f" Its names: {', '.join(names) or 'none'}.")
         raise ValueError(f"eval_dataset has no {chosen!r}.{hint}")
 
 
@@ -311,7 +311,8 @@ def load_reference(given: Any, model: Any, args: Any) -> PreTrainedModel | None:
         )
     if isinstance(given, str):
         options = dict(args.ref_model_init_kwargs or args.model_init_kwargs or {})
-        trust, many = args.trust_remote_code, args.world_size > 1
+        trust = args.trust_remote_code
+        many = args.world_size > 1
         given = loading.load_policy(given, options, trust, distributed=many)
     _check_kind("ref_model", given)
     loading.disable_dropout_in_model(given)

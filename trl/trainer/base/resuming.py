@@ -24,21 +24,60 @@ PROCESSES = "number of processes"
 # Options that change where a run ends, what it shows and keeps, or how its memory is used, but
 # not the mathematics of its steps.
 FREE = {
-    *("output_dir", "run_name", "project", "report_to", "disable_tqdm", "debug", "push_to_hub"),
-    *("max_steps", "num_train_epochs", "restore_callback_states_from_checkpoint"),
-    *("load_best_model_at_end", "metric_for_best_model", "greater_is_better"),
-    *("local_rank", "ddp_timeout", "enable_jit_checkpoint", "skip_memory_metrics"),
-    *("per_device_eval_batch_size", "num_generations_eval", "prediction_loss_only"),
-    *("batch_eval_metrics", "num_completions_to_print", "reward_timeout", "reward_dry_run"),
-    *("checkpoint_checksums", "logits_chunk_size", "empty_cache", "torch_empty_cache_steps"),
-    *("recover_from_oom", "activation_offloading", "max_tokens_per_piece"),
-    *("ds3_gather_for_generation", "vllm_gpu_memory_utilization", "vllm_enable_sleep_mode"),
-    *("vllm_tensor_parallel_size", "vllm_probe_syncs", "vllm_sync_adapter_only"),
+    "activation_offloading",
+    "batch_eval_metrics",
+    "checkpoint_checksums",
+    "ddp_timeout",
+    "debug",
+    "disable_tqdm",
+    "ds3_gather_for_generation",
+    "empty_cache",
+    "enable_jit_checkpoint",
+    "greater_is_better",
+    "load_best_model_at_end",
+    "local_rank",
+    "logits_chunk_size",
+    "max_steps",
+    "max_tokens_per_piece",
+    "metric_for_best_model",
+    "num_completions_to_print",
+    "num_generations_eval",
+    "num_train_epochs",
+    "output_dir",
+    "per_device_eval_batch_size",
+    "prediction_loss_only",
+    "project",
+    "push_to_hub",
+    "recover_from_oom",
+    "report_to",
+    "restore_callback_states_from_checkpoint",
+    "reward_dry_run",
+    "reward_timeout",
+    "run_name",
+    "skip_memory_metrics",
+    "torch_empty_cache_steps",
+    "vllm_enable_sleep_mode",
+    "vllm_gpu_memory_utilization",
+    "vllm_probe_syncs",
+    "vllm_sync_adapter_only",
+    "vllm_tensor_parallel_size",
 }
 FREE_PREFIXES = (
-    *("logging_", "log_", "save_", "eval_", "hub_", "trackio_", "dataloader_", "do_", "include_"),
-    *("resume_", "gradient_checkpointing", "activation_checkpointing", "generation_max_"),
-    *("vllm_server_", "vllm_group_"),
+    "activation_checkpointing",
+    "dataloader_",
+    "do_",
+    "eval_",
+    "generation_max_",
+    "gradient_checkpointing",
+    "hub_",
+    "include_",
+    "log_",
+    "logging_",
+    "resume_",
+    "save_",
+    "trackio_",
+    "vllm_group_",
+    "vllm_server_",
 )
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -74,7 +113,7 @@ def choose_checkpoint(wanted: Any, args: Any, settings: dict[str, Any], ranks: R
 
 
 def warn_of_earlier_run(folder: str) -> None:
-    """Say that a run that begins at its start will write over an earlier one."""
+    """Warn that a run that begins at the start will overwrite an earlier one."""
     if earlier := checkpoints_in(folder):
         logger.warning(
             f"{folder} has {earlier[0].name} of an earlier run, but this run begins at the start, "
@@ -87,14 +126,14 @@ def _newest_intact(folder: str) -> Path:
     problems: list[str] = []
     for checkpoint in checkpoints_in(folder):
         if (problem := _why_not(checkpoint)) is None:
-            for words in problems:
-                logger.warning(f"{words} Resuming from {checkpoint.name} instead.")
+            for problem_text in problems:
+                logger.warning(f"{problem_text} Resuming from {checkpoint.name} instead.")
             return checkpoint
         problems.append(f"{checkpoint.name} cannot be resumed from: {problem}.")
-    found = " ".join(problems) or "There is no checkpoint there."
+    reason = " ".join(problems) or "There is no checkpoint there."
     raise ValueError(
-        f"resume_from_checkpoint=True: nothing to resume in output_dir={folder!r}. {found} Without "
-        "the option, training begins at the start."
+        f"resume_from_checkpoint=True: nothing to resume in output_dir={folder!r}. {reason} "
+        "Without the option, training begins at the start."
     )
 
 
@@ -105,8 +144,9 @@ def _named(checkpoint: Path) -> Path:
     if (problem := _why_not(checkpoint)) is None:
         return checkpoint
     inside = checkpoints_in(checkpoint)
-    others = inside or [path for path in checkpoints_in(checkpoint.parent) if path != checkpoint]
-    nearby = next((str(path) for path in others if _why_not(path) is None), None)
+    siblings = [path for path in checkpoints_in(checkpoint.parent) if path != checkpoint]
+    alternatives = inside or siblings
+    nearby = next((str(path) for path in alternatives if _why_not(path) is None), None)
     advice = f" {nearby} is intact." if nearby else ""
     raise ValueError(f"{option} cannot be resumed from: {problem}.{advice}")
 
@@ -128,17 +168,17 @@ def _compare(checkpoint: Path, args: Any, settings: dict[str, Any]) -> None:
     if not (changes := differences(facts["settings"], settings)):
         return
     listed = "".join(f"\n  - {change}" for change in changes)
-    others = f"{checkpoint} was written by a run with other settings:{listed}\n"
+    message = f"{checkpoint} was written by a run with other settings:{listed}\n"
     written = facts["settings"].get(PROCESSES, settings[PROCESSES])
     if written != settings[PROCESSES] and args.deepspeed_plugin is not None:
         raise ValueError(
-            f"{others}DeepSpeed splits optimizer states by the number of processes and cannot "
+            f"{message}DeepSpeed splits optimizer states by the number of processes and cannot "
             f"split them anew: resume with --num_processes {written}, or begin a new run with the "
             "checkpoint as model_name_or_path."
         )
     if not args.resume_with_changes:
         raise ValueError(
-            f"{others}Restore them, or accept the changes with resume_with_changes=True."
+            f"{message}Restore them, or accept the changes with resume_with_changes=True."
         )
     logger.warning(f"{checkpoint} is resumed with other settings:{listed}")
 
@@ -153,7 +193,7 @@ def describe_options(args: Any) -> dict[str, Any]:
 
 
 def describe_dataset(dataset: Any) -> dict[str, Any]:
-    """The number of rows, and a fingerprint of up to a thousand; of streams, of the first row."""
+    """Return the number of rows and a fingerprint of up to a thousand; of a stream, of one row."""
     if isinstance(dataset, IterableDataset):
         first: dict[str, Any] = next(iter(dataset), {})
         return {"train_dataset's first row (fingerprint)": _digest([_json(first)])}
@@ -167,14 +207,17 @@ def describe_dataset(dataset: Any) -> dict[str, Any]:
 
 
 def describe_model(model: nn.Module) -> dict[str, Any]:
-    """What is trained, the shapes of all weights, a fingerprint of those no checkpoint changes."""
+    """Describe what is trained: the adapters, all shapes, and a fingerprint of frozen weights."""
     adapters = getattr(model, "peft_config", {}).values()
-    kinds = [f"{x.peft_type.value} adapter of rank {getattr(x, 'r', '-')}" for x in adapters]
+    adapter_texts = [
+        f"{config.peft_type.value} adapter of rank {getattr(config, 'r', '-')}"
+        for config in adapters
+    ]
     weights = sorted(model.named_parameters())
     shapes = [f"{name} {tuple(getattr(p, 'ds_shape', p.shape))} {p.dtype}" for name, p in weights]
     frozen = {name: p for name, p in weights if not p.requires_grad}
     return {
-        "what is trained": ", ".join(kinds) or "the model itself",
+        "what is trained": ", ".join(adapter_texts) or "the model itself",
         "the model's weights (names, shapes and types)": _digest(shapes),
         "the model's frozen weights (fingerprint)": fingerprint(frozen),
     }
@@ -194,7 +237,7 @@ def fingerprint(weights: dict[str, Tensor]) -> str:
 def differences(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
     """Describe each difference, in the order of names.
 
-    What only one of the two knows of does not count, and no secret does.
+    Settings that only one of the two has, and secrets, are left out.
     """
     # Earlier releases wrote secrets into checkpoints, and infinity as JSON does not know it.
     before, now = (json_values(without_secrets(settings)) for settings in (saved, current))
@@ -206,7 +249,7 @@ def differences(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
 
 
 def _json(value: Any) -> str:
-    """The same for what is equal: objects are written without their place in memory."""
+    """Return the same text for equal values: addresses of objects are left out."""
     return json.dumps(value, sort_keys=True, default=lambda other: _ADDRESS.sub("", str(other)))
 
 
