@@ -6,8 +6,7 @@ Each token is credited with the reward, less the KL penalties from it on, scaled
 from dataclasses import dataclass
 
 from trl import RLOOConfig
-from trl.algorithms.base import Algorithm, Needs
-from trl.algorithms.clipping import clipped_losses
+from trl.algorithms.base import Algorithm, Needs, clipped_losses
 from trl.ops.advantages import whitened
 from trl.ops.kl import k1
 from trl.ops.masking import masked_sum

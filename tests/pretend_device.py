@@ -9,7 +9,7 @@ for it is counted, by the function of the package that asked for it:
     with PretendDevice() as device:
         trainer = make_trainer(folder, kind=pretending(RLOOTrainer))
         trainer.train()
-    device.waits["generation/shared_decoding.py _advance"]
+    device.waits["generation/transformers/shared_decoding.py _append"]
 
 Importing this module registers the device with torch, for this process and for good: do it in a
 process of its own. Not pretended: streams, memory, kernels of attention, and automatic precision.

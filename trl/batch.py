@@ -7,6 +7,7 @@ C tokens of the longest branch, N rows of all ranks.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, TypedDict, Unpack, cast
 
 import torch
@@ -183,6 +184,12 @@ class Batch:
         """Branches of each group."""
         return [len(group.branches) for group in self.groups]
 
+    @cached_property
+    def group_rows(self) -> list[range]:
+        """Rows of each group."""
+        ends = accumulate(self.group_sizes)
+        return [range(end - size, end) for end, size in zip(ends, self.group_sizes, strict=True)]
+
     @property
     def group_mask(self) -> Tensor:
         """Which groups are no fillers: (G,) bool."""
@@ -213,7 +220,8 @@ class Batch:
     @property
     def is_better(self) -> Tensor:
         """Which branch of a group is better, of lower rank, than which: (G, K, K) bool."""
-        rank, exists = self.by_group(self.columns["rank"]), self.exists
+        rank = self.by_group(self.columns["rank"])
+        exists = self.exists
         is_lower = rank[:, :, None] < rank[:, None, :]
         return is_lower & exists[:, :, None] & exists[:, None, :]
 
@@ -233,14 +241,8 @@ class Batch:
 
     def branch_rows(self, number: int) -> Tensor:
         """The row of branch `number` of each group, which all of them must have: (G,) int64."""
-        return self._on_device(torch.tensor(self._branch_rows(number), dtype=torch.long))
-
-    def _branch_rows(self, number: int) -> list[int]:
-        starts, start = [], 0
-        for size in self.group_sizes:
-            starts.append(start + number)
-            start += size
-        return starts
+        rows = [group_rows.start + number for group_rows in self.group_rows]
+        return self._on_device(torch.tensor(rows, dtype=torch.long))
 
     def branch_mask(self, number: int) -> Tensor:
         """Which rows are branch `number` of a group that is no filler: (B,) bool."""
@@ -257,8 +259,8 @@ class Batch:
 
     def without_columns(self, *names: str) -> "Batch":
         """Leave out columns."""
-        kept: Any = {name: value for name, value in self._items() if name not in names}
-        return replace(self, columns=kept)
+        columns: Any = {name: value for name, value in self._items() if name not in names}
+        return replace(self, columns=columns)
 
     def weighted(self, losses: Tensor) -> Tensor:
         """Multiply losses (B, C) or (B, 1) by the weights of the correction, if there are any."""
@@ -281,12 +283,10 @@ class Batch:
         (B, C) columns are cut to the longest branch left. Totals stay those of the step.
         """
         chosen = set(rows)
-        groups, row = list[Group](), 0
-        for group in self.groups:
-            numbers = range(row, row + len(group.branches))
-            row = numbers.stop
-            pairs = zip(numbers, group.branches, strict=True)
-            branches = tuple(branch for number, branch in pairs if number in chosen)
+        groups: list[Group] = []
+        for group, group_rows in zip(self.groups, self.group_rows, strict=True):
+            pairs = zip(group_rows, group.branches, strict=True)
+            branches = tuple(branch for row, branch in pairs if row in chosen)
             if branches:
                 groups.append(replace(group, branches=branches))
         width = max((len(branch.ids) for group in groups for branch in group.branches), default=0)
@@ -301,18 +301,14 @@ class Batch:
 
     def select_branch(self, number: int) -> "Batch":
         """Return one branch of every group."""
-        return self.select(self._branch_rows(number))
+        return self.select([group_rows.start + number for group_rows in self.group_rows])
 
     @cached_property
     def units(self) -> list[range]:
         """Rows of each unit, which is never divided: a group if `keeps_groups`, else a row."""
-        if not self.keeps_groups:
-            return [range(row, row + 1) for row in range(len(self))]
-        units, start = [], 0
-        for size in self.group_sizes:
-            units.append(range(start, start + size))
-            start += size
-        return units
+        if self.keeps_groups:
+            return self.group_rows
+        return [range(row, row + 1) for row in range(len(self))]
 
     def select_units(self, units: range) -> "Batch":
         """Return consecutive units."""

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
 
 # What the host may wait for, by file and function: once for each decoded token, round, micro-batch,
 # update or logged value. Nothing else, whatever the number of layers.
-TOKEN = {"generation/transformers/shared_decoding.py _advance": 1}
+TOKEN = {"generation/transformers/shared_decoding.py _append": 1}
 ROUND = {
     "distributed.py all": 1,
     "distributed.py _on_device": 3,
@@ -83,5 +83,5 @@ def test_the_host_waits_for_little(found, case):
     for place, count in waits.items():
         assert count <= sum(table.get(place, 0) * n for table, n in times), place
     if case == "shared prompts":
-        assert waits["generation/transformers/shared_decoding.py _advance"] == tokens
+        assert waits["generation/transformers/shared_decoding.py _append"] == tokens
         assert "models/scorer.py _states" not in waits

@@ -1,4 +1,4 @@
-"""What an algorithm says to the training loop.
+"""What an algorithm says to the training loop, and losses that several of them share.
 
 An algorithm has no trainer and no model inside, so a test makes one and calls it. Letters in shapes
 are as in `trl.batch`.
@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ..batch import Batch, Step
 from ..distributed import Ranks
-from ..online.metrics import MetricStore
+from ..online.metrics import MetricStore, record_clipping
 from ..ops.logit_statistics import LogitStatistic
-from ..ops.policy_losses import RatioLevel
+from ..ops.policy_losses import RatioLevel, clip_flags, clipped_surrogate
 
 Scores = TypeVar("Scores")  # what a scorer computes with gradient: `TokenScores`, or a tensor
 
@@ -23,25 +23,6 @@ Scores = TypeVar("Scores")  # what a scorer computes with gradient: `TokenScores
 # which the loop divides.
 LossTerm = tuple[Tensor, Tensor]
 LossTerms = Mapping[str, LossTerm]  # by name; terms are added
-
-
-def divide(term: LossTerm) -> Tensor:
-    """Return the share () of a batch in a term of the loss; 0 where the total is 0.
-
-    A total may be below 1, if a rollout batch serves several steps.
-    """
-    term_sum, total = term
-    return term_sum / torch.where(total > 0, total, 1.0)
-
-
-def record_term(metrics: MetricStore, name: str, term: LossTerm, batch: Batch) -> None:
-    """Record the mean of a term over optimizer steps, which count equally, however they are cut."""
-    value = divide(term).detach()
-    share_of_rows = len(batch) / batch.totals.all_rows
-    is_missing = value.isnan()
-    metrics.mean(
-        name, value.masked_fill(is_missing, 0.0), share_of_rows.masked_fill(is_missing, 0.0)
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,3 +75,49 @@ class Algorithm(Generic[Scores]):
         Returns whether the rest of the rollout batch is dropped, because the policy moved too far.
         """
         return False
+
+
+def divide(term: LossTerm) -> Tensor:
+    """Return the share () of a batch in a term of the loss; 0 where the total is 0.
+
+    A total may be below 1, if a rollout batch serves several steps.
+    """
+    term_sum, total = term
+    return term_sum / torch.where(total > 0, total, 1.0)
+
+
+def record_term(metrics: MetricStore, name: str, term: LossTerm, batch: Batch) -> None:
+    """Record the mean of a term over optimizer steps, which count equally, however they are cut."""
+    value = divide(term).detach()
+    share_of_rows = len(batch) / batch.totals.all_rows
+    is_missing = value.isnan()
+    metrics.mean(
+        name, value.masked_fill(is_missing, 0.0), share_of_rows.masked_fill(is_missing, 0.0)
+    )
+
+
+def clipped_losses(
+    batch: Batch,
+    mask: Tensor,
+    clip_range: tuple[float, float],
+    metrics: MetricStore,
+    delta: float | None = None,
+) -> Tensor:
+    """Return the weighted clipped surrogate (B, C) or (B, 1), and record what is clipped.
+
+    The ratio of the batch is clipped to 1 minus the first and 1 plus the second number of
+    `clip_range`; `delta` bounds the unclipped one from above. `mask` marks the entries that count
+    in the metrics.
+    """
+    ratio = batch.columns["ratio"]
+    advantages = batch.columns["advantages"]
+    too_low, too_high = clip_flags(ratio, advantages, *clip_range)
+    record_clipping(metrics, too_low, too_high, mask)
+    return batch.weighted(clipped_surrogate(ratio, advantages, *clip_range, delta))
+
+
+def ratio_mask(batch: Batch) -> Tensor:
+    """Mark what has a ratio: tokens in the loss (B, C), or completions with such a token (B, 1)."""
+    if batch.columns["ratio"].shape[1] > 1:
+        return batch.loss_mask
+    return batch.loss_mask.any(1, keepdim=True)

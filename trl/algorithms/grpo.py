@@ -15,8 +15,7 @@ from ..ops.entropy import entropy_threshold, high_entropy_mask
 from ..ops.kl import k3
 from ..ops.masking import masked_mean, masked_sum
 from ..types import TokenScores
-from .base import Algorithm, LossTerms, Needs, record_term
-from .clipping import clipped_losses, ratio_mask
+from .base import Algorithm, LossTerms, Needs, clipped_losses, ratio_mask, record_term
 from .entropy_bonus import EntropyController
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")

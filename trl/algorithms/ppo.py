@@ -13,8 +13,7 @@ from ..ops.kl import k1, k3
 from ..ops.masking import masked_sum, nan_mean
 from ..ops.policy_losses import clip_flags, log_ratio
 from ..types import TokenScores
-from .base import Algorithm, LossTerms, Needs, record_term
-from .clipping import clipped_losses
+from .base import Algorithm, LossTerms, Needs, clipped_losses, record_term
 
 
 @dataclass(kw_only=True)

@@ -10,8 +10,7 @@ from ..ops.advantages import leave_one_out, whiten
 from ..ops.kl import sequence_kl
 from ..ops.masking import masked_sum
 from ..types import TokenScores
-from .base import Algorithm, LossTerms, Needs
-from .clipping import clipped_losses
+from .base import Algorithm, LossTerms, Needs, clipped_losses
 
 
 @dataclass(frozen=True, kw_only=True)

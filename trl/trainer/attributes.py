@@ -5,13 +5,17 @@ are properties, so an option has one value, that of `trainer.args`.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from ..models.reference import FrozenCopy
 from ..online.reward_sources import FunctionReward
+
+if TYPE_CHECKING:
+    from .base.base_trainer import BaseTrainer
+    from .online.online_trainer import OnlineTrainer
 
 TrainerClass = TypeVar("TrainerClass", bound=type)
 
@@ -73,13 +77,13 @@ PREFERENCE_OPTIONS = (
 )
 
 
-def reference_model(trainer: Any) -> nn.Module | None:
+def reference_model(trainer: "BaseTrainer") -> nn.Module | None:
     """Return the separate reference model; None if the policy's base weights are the reference."""
     reference = trainer.reference
     return reference.model if isinstance(reference, FrozenCopy) else None
 
 
-def generation_config(trainer: Any) -> GenerationConfig | None:
+def generation_config(trainer: "OnlineTrainer") -> GenerationConfig | None:
     """Return how completions are drawn, for `model.generate`; None if vLLM generates them."""
     if trainer.args.use_vllm:
         return None
@@ -96,7 +100,7 @@ def generation_config(trainer: Any) -> GenerationConfig | None:
     )
 
 
-def reward_functions(trainer: Any) -> list[Callable[..., Any] | nn.Module]:
+def reward_functions(trainer: "OnlineTrainer") -> list[Callable[..., Any] | nn.Module]:
     """Return the functions and models that give the rewards."""
     return [
         source.function if isinstance(source, FunctionReward) else source.model
@@ -104,7 +108,7 @@ def reward_functions(trainer: Any) -> list[Callable[..., Any] | nn.Module]:
     ]
 
 
-def reward_tokenizers(trainer: Any) -> list[Any]:
+def reward_tokenizers(trainer: "OnlineTrainer") -> list[PreTrainedTokenizerBase | None]:
     """Return the tokenizer of each reward model, and None for each reward function."""
     return [
         None if isinstance(source, FunctionReward) else source.tokenizer
@@ -112,7 +116,7 @@ def reward_tokenizers(trainer: Any) -> list[Any]:
     ]
 
 
-def tools(trainer: Any) -> list[Callable[..., Any]]:
+def tools(trainer: "OnlineTrainer") -> list[Callable[..., Any]]:
     """Return the functions that completions may call."""
     runner = trainer.agents.tools
     return list(runner.by_name.values()) if runner else []
