@@ -135,6 +135,7 @@ class BaseTrainer(StrictKeywordArguments, OverrideCheck, BestMetricCheck, Checkp
         if self._memory_callback is not None:
             self._memory_callback.begin_step(self.state.global_step)
         inputs = list(islice(epoch_iterator, num_batches))
+        self.load_random_state()
         return (self.take_step(inputs, "train") if inputs else []), None
 
     def take_step(self, inputs: list[Any], mode: Mode) -> list[Batch]:

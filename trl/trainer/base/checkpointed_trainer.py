@@ -37,6 +37,7 @@ class CheckpointedTrainer(Trainer):
     _is_saving = False  # a checkpoint
     _chosen: str | None = None  # the checkpoint that was found intact
     _saved: tuple[str, dict[str, Any] | None] | None = None  # the one resumed from, and its state
+    _random_state_to_load: str | None = None  # checkpoint whose random numbers are to be restored
 
     def __init__(self, policy: Policy, args: BaseConfig, **options: Any):
         options |= {"model": policy.model, "processing_class": policy.tokenizer}
@@ -110,9 +111,24 @@ class CheckpointedTrainer(Trainer):
         self._saved = None
         self.rank_state.restore(state or {})
         self.read_checkpoint(checkpoint)
+        self._random_state_to_load = checkpoint
         if self.is_world_process_zero():
             where = f"step {self.state.global_step} of {self.state.max_steps}"
             print(f"resumed from {checkpoint}: {where}, epoch {self.state.epoch:.2f}", flush=True)
+
+    def load_random_state(self) -> None:
+        """Restore the random numbers of the run that is resumed, unless that was done.
+
+        transformers does it after it has read the first step, which is too late for rewards and
+        generation.
+        """
+        if not self.args.ignore_data_skip:
+            self._load_rng_state(self._random_state_to_load)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if self._random_state_to_load is not None:
+            super()._load_rng_state(checkpoint)
+        self._random_state_to_load = None
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
