@@ -26,9 +26,7 @@ ROUND = {
     "online/rewards.py __call__": 1,
     "online/reports.py add": 1,
     "online/reports.py records": 3,
-    "trainer/online/scoring.py assemble": 2,
-    "trainer/online/scoring.py rows_with_gradient": 1,
-    "trainer/online/scoring.py credited": 1,
+    "trainer/online/rollout_batch.py rows_with_gradient": 1,
 }
 MICRO_BATCH = {
     "models/scorer.py _states": 2,  # transformers asks of plain rows whether a mask is all ones

@@ -93,9 +93,10 @@ class EngineCorrection:
         If the chunk has `sampling_logps`, they are replaced by what they would be if the engine
         drew from the whole vocabulary.
         """
-        mask, batch = _scored_tokens(batch), with_old_logps(batch, scores)
-        logps = scores.logps
+        before, logps = batch, scores.logps
+        batch = with_old_logps(batch, scores)
         if "sampling_logps" in batch.columns:
+            mask = _scored_tokens(before)
             batch = self._compare(batch, mask, metrics)
             weights = self._weights(batch, mask, metrics)
             if weights is not None and self._scales_gradient(needs):
@@ -194,5 +195,5 @@ def _scored_tokens(batch: Batch) -> Tensor:
     """Mark the tokens in the loss (B, C) whose log-probability under the trainer is known."""
     if "old_logps" in batch.columns or "has_gradient" not in batch.columns:
         return batch.loss_mask
-    is_scored = batch.columns["has_gradient"].to(batch.loss_mask.device)
+    is_scored = batch.columns["has_gradient"].to(batch.loss_mask.device, non_blocking=True)
     return batch.loss_mask & is_scored[:, None]

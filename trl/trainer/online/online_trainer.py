@@ -108,7 +108,6 @@ class OnlineTrainer(BaseTrainer):
         datasets = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
         others = {"callbacks": callbacks, "optimizers": optimizers}
         super().__init__(policy, args, data_collator=list, **datasets, **others)
-        self.algorithm = self.make_algorithm()
         # Otherwise rank 0 would read streams for all ranks, and send batches of text as tensors.
         self.accelerator.dataloader_config.dispatch_batches = False
         template_kwargs = self.agents.template_kwargs
@@ -235,11 +234,6 @@ class OnlineTrainer(BaseTrainer):
 
     def set_up(self) -> None:
         """Build what only this algorithm has; all stages are there."""
-
-    def make_algorithm(self) -> Algorithm[TokenScores]:
-        """Make the algorithm of the options."""
-        algorithm: Algorithm[TokenScores] = self.args.make_algorithm()
-        return algorithm
 
     def value_reader(self, model: nn.Module) -> Reader | None:
         """Return what reads values in a forward of `model`, if the algorithm needs them."""
