@@ -1,1 +1,1 @@
-"""Algorithms: what they need, how rewards become credit, and what they minimize."""
+"""Algorithms: the columns they need, how rewards become advantages, and the losses."""

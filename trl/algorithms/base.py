@@ -1,4 +1,4 @@
-"""What an algorithm says to the training loop, and losses that several of them share.
+"""The interface between an algorithm and the training loop, and losses that several share.
 
 An algorithm has no trainer and no model inside, so a test makes one and calls it. Letters in shapes
 are as in `trl.batch`.
@@ -44,11 +44,11 @@ class Needs:
 
 
 class Algorithm(Generic[Scores]):
-    """What an algorithm says; subclasses are dataclasses of their options."""
+    """The methods that the training loop calls; subclasses are dataclasses of their options."""
 
     @property
     def needs(self) -> Needs:
-        """What must be computed for it; asked for each step, as it may change."""
+        """What must be computed for the algorithm; read at each step, because it may change."""
         raise NotImplementedError
 
     def credit(self, step: Step, metrics: MetricStore) -> Step:
@@ -67,10 +67,10 @@ class Algorithm(Generic[Scores]):
         return {}
 
     def begin_update(self) -> None:
-        """Forget what the chunks of an update left, since it begins, or begins again."""
+        """Discard what chunks left, because an update begins, or begins again after an error."""
 
     def end_update(self, ranks: Ranks, metrics: MetricStore) -> bool:
-        """Called on all ranks when the gradient of an update is there, before the optimizer steps.
+        """Finish an update: all ranks call this after its backward, before the optimizer steps.
 
         Returns whether the rest of the rollout batch is dropped, because the policy moved too far.
         """
@@ -78,7 +78,7 @@ class Algorithm(Generic[Scores]):
 
 
 def divide(term: LossTerm) -> Tensor:
-    """Return the share () of a batch in a term of the loss; 0 where the total is 0.
+    """Divide the sum () of a batch by the total () of its step; 0 where the total is 0.
 
     A total may be below 1, if a rollout batch serves several steps.
     """
@@ -87,7 +87,7 @@ def divide(term: LossTerm) -> Tensor:
 
 
 def record_term(metrics: MetricStore, name: str, term: LossTerm, batch: Batch) -> None:
-    """Record the mean of a term over optimizer steps, which count equally, however they are cut."""
+    """Record the mean of a term over optimizer steps, which all count the same."""
     value = divide(term).detach()
     share_of_rows = len(batch) / batch.totals.all_rows
     is_missing = value.isnan()
@@ -103,11 +103,10 @@ def clipped_losses(
     metrics: MetricStore,
     delta: float | None = None,
 ) -> Tensor:
-    """Return the weighted clipped surrogate (B, C) or (B, 1), and record what is clipped.
+    """Return the weighted clipped surrogate (B, C) or (B, 1), and record how much is clipped.
 
-    The ratio of the batch is clipped to 1 minus the first and 1 plus the second number of
-    `clip_range`; `delta` bounds the unclipped one from above. `mask` marks the entries that count
-    in the metrics.
+    The ratio of the batch is clipped to [1 - clip_range[0], 1 + clip_range[1]]; `delta` bounds the
+    unclipped ratio from above. `mask` marks the entries that count in the metrics.
     """
     ratio = batch.columns["ratio"]
     advantages = batch.columns["advantages"]

@@ -68,21 +68,21 @@ class DPO(PreferenceAlgorithm):
         return logps.sum(1)
 
     def credit(self, step: Step, metrics: MetricStore) -> Step:
-        """For aot losses, find what each answer is compared with, among all pairs of the step."""
+        """For aot losses, choose the answer of the step that each answer is compared with."""
         if not self._ranked:
             return step
         local = torch.cat([self._old_and_reference(batch) for batch in step.batches]).cpu()
         local = local[_is_real(step)]
-        of_ranks = step.ranks.gather_objects(local)
-        first = sum(len(pairs) for pairs in of_ranks[: step.ranks.rank])
-        policy, reference = torch.cat(of_ranks).unbind(1)
+        all_ranks = step.ranks.gather_objects(local)
+        first = sum(len(pairs) for pairs in all_ranks[: step.ranks.rank])
+        policy, reference = torch.cat(all_ranks).unbind(1)
         for name in self._ranked:
             partners = aot_partners(name, policy, reference)[first : first + len(local)]
             step = _with_partners(name, partners, step)
         return step
 
     def _old_and_reference(self, batch: Batch) -> Tensor:
-        """Log-probabilities (G, 2, 2) of pairs: of policy and reference, chosen and rejected."""
+        """Return log-probabilities (G, 2, 2): [policy, reference] by [chosen, rejected]."""
         policy = batch.by_group(self.answer_logps(batch.columns["old_logps"], batch))
         reference = batch.by_group(self.ref_answer_logps(batch))
         return torch.stack([policy, reference], 1)
@@ -129,7 +129,8 @@ class DPO(PreferenceAlgorithm):
         sides = {"chosen": batch.branch_mask(0), "rejected": batch.branch_mask(1)}
         self.record_sides(scores, ratios, sides, batch, metrics)
         chosen, rejected = batch.by_group(self.beta * ratios).unbind(1)
-        margins, mask = chosen - rejected, batch.group_mask
+        margins = chosen - rejected
+        mask = batch.group_mask
         metrics.mean("rewards/margins", masked_sum(margins, mask), mask.sum())
         metrics.mean("rewards/accuracies", ((margins > 0) & mask).sum(), mask.sum())
         metrics.mean("rewards/ties", ((margins == 0) & mask).sum(), mask.sum())
@@ -140,20 +141,20 @@ class DPO(PreferenceAlgorithm):
 
 
 def _is_real(step: Step) -> Tensor:
-    """Which pairs of the batches of a step are no fillers: (G,) bool, on the CPU."""
+    """Mark the pairs of all batches of a step that are no fillers: (G,) bool, on the CPU."""
     groups = [group for batch in step.batches for group in batch.groups]
     return torch.tensor([not group.is_filler for group in groups])
 
 
 def _with_partners(name: str, partners: Tensor, step: Step) -> Step:
-    """Give the answers of a step their partners (P, 2), of pairs that are no fillers."""
+    """Add the partners (P, 2) of P real pairs as a column of the batches; fillers have 0."""
     is_real = _is_real(step)
-    of_pairs = partners.new_zeros(len(is_real), 2)
-    of_pairs[is_real] = partners
+    all_partners = partners.new_zeros(len(is_real), 2)
+    all_partners[is_real] = partners
     sizes = [len(batch.groups) for batch in step.batches]
     batches = []
-    for batch, of_batch in zip(step.batches, of_pairs.split(sizes), strict=True):
-        column = of_batch.flatten().to(batch.loss_mask.device, non_blocking=True)
+    for batch, batch_partners in zip(step.batches, all_partners.split(sizes), strict=True):
+        column = batch_partners.flatten().to(batch.loss_mask.device, non_blocking=True)
         is_aot = name == "aot"
         columns = Columns(aot_logps=column) if is_aot else Columns(aot_unpaired_logps=column)
         batches.append(batch.with_columns(**columns))
@@ -161,7 +162,7 @@ def _with_partners(name: str, partners: Tensor, step: Step) -> Step:
 
 
 def _confidence(scores: TokenScores, batch: Batch) -> Tensor:
-    """Weights of pairs (G,): how likely answers are next to tokens drawn from the policy.
+    """Return weights of pairs (G,): how likely answers are compared with samples of the policy.
 
     See WPO (arXiv 2406.11827).
     """

@@ -46,7 +46,7 @@ class EntropyController:
         return self.coefficient if is_low else 0.0
 
     def begin_update(self) -> None:
-        """Forget the chunks of an update that begins again."""
+        """Discard the chunks of an update that begins again."""
         self._observed.clear()
 
     def observe(self, entropy_sum: Tensor, token_count: Tensor) -> None:

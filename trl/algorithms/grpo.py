@@ -58,7 +58,7 @@ class GRPO(Algorithm[TokenScores]):
         )
 
     def begin_update(self) -> None:
-        """Forget the entropies of an update that begins again."""
+        """Discard the entropies of an update that begins again."""
         self.entropy.begin_update()
 
     def end_update(self, ranks: Ranks, metrics: MetricStore) -> bool:
@@ -80,16 +80,17 @@ class GRPO(Algorithm[TokenScores]):
         return step.map([step.batch.without_columns("entropies").with_columns(objective_mask=mask)])
 
     def _high_entropies(self, step: Step) -> Tensor:
-        """Mark the share of the tokens in the loss (B, C) that has the highest entropies.
+        """Mark the tokens in the loss (B, C) that have the highest entropies.
 
-        It is the share of those of all ranks, which all take part.
+        The share `top_entropy_quantile` is of the tokens of all ranks; all ranks call this.
         """
-        batch, ranks = step.batch, step.ranks
+        batch = step.batch
         entropies = batch.columns["entropies"]
-        counted = entropies.masked_fill(~batch.loss_mask, -torch.inf)
-        missing = int(ranks.max(counted.shape[1])) - counted.shape[1]
-        of_all_ranks = ranks.gather(pad(counted, (0, missing), value=-torch.inf))
-        threshold = entropy_threshold(of_all_ranks.flatten(), self.top_entropy_quantile)
+        in_loss = entropies.masked_fill(~batch.loss_mask, -torch.inf)
+        missing_width = int(step.ranks.max(in_loss.shape[1])) - in_loss.shape[1]
+        padded = pad(in_loss, (0, missing_width), value=-torch.inf)
+        all_ranks = step.ranks.gather(padded)
+        threshold = entropy_threshold(all_ranks.flatten(), self.top_entropy_quantile)
         return high_entropy_mask(entropies, batch.loss_mask, threshold)
 
     def loss(self, scores: TokenScores, batch: Batch, metrics: MetricStore) -> LossTerms:
@@ -112,7 +113,8 @@ class GRPO(Algorithm[TokenScores]):
 
     def _objective(self, scores: TokenScores, batch: Batch, metrics: MetricStore) -> Tensor:
         """Return the losses (B, C) or (B, 1) of `loss_type`, without penalty."""
-        ratio, advantages = batch.columns["ratio"], batch.columns["advantages"]
+        ratio = batch.columns["ratio"]
+        advantages = batch.columns["advantages"]
         if self.loss_type in CLIPPED:
             return clipped_losses(batch, ratio_mask(batch), self.clip_range, metrics, self.delta)
         if self.loss_type == "cispo":
@@ -128,10 +130,11 @@ class GRPO(Algorithm[TokenScores]):
         return self._vespo(scores, batch, metrics)
 
     def _vespo(self, scores: TokenScores, batch: Batch, metrics: MetricStore) -> Tensor:
-        columns, mask = batch.columns, batch.loss_mask
+        columns = batch.columns
+        mask = batch.loss_mask
         advantages = columns["advantages"]
         log_ratios = objectives.log_ratio(scores.logps, columns["old_logps"], mask, "token")
-        if "weights" in columns:  # part of the ratio that the weight is a function of
+        if "weights" in columns:  # a factor of the ratio that VESPO's weight is computed from
             log_ratios = log_ratios + torch.where(mask, columns["weights"].log(), 0.0)
         weight = objectives.vespo_weight(
             log_ratios, mask, advantages, self.vespo_pos, self.vespo_neg
@@ -141,20 +144,21 @@ class GRPO(Algorithm[TokenScores]):
 
     def _has_objective(self, scores: TokenScores, batch: Batch) -> Tensor:
         """Mark the tokens (B, C) whose objective counts; the KL penalty counts for all."""
-        columns, counted = batch.columns, batch.loss_mask
+        columns = batch.columns
+        has_objective = batch.loss_mask
         if "objective_mask" in columns:
-            counted = counted & columns["objective_mask"]
+            has_objective = has_objective & columns["objective_mask"]
         if self.off_policy_mask_threshold is not None:
             is_near = objectives.off_policy_mask(
                 scores.logps,
-                # What the engine drew with, where it reports it.
+                # The log-probabilities that the engine sampled with, if it reports them.
                 columns.get("sampling_logps", columns["old_logps"]),
                 columns["advantages"],
                 batch.loss_mask,
                 self.off_policy_mask_threshold,
             )
-            counted = counted & is_near
-        return counted
+            has_objective = has_objective & is_near
+        return has_objective
 
     def _divergence(self, scores: TokenScores, batch: Batch, metrics: MetricStore) -> Tensor:
         """Return the KL penalty (B, C) of tokens, without its weight."""
@@ -167,7 +171,8 @@ class GRPO(Algorithm[TokenScores]):
 
     def _sum_and_total(self, losses: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Add up the losses (B, C) of tokens, and choose what they are divided by."""
-        mask, totals = batch.loss_mask, batch.totals
+        mask = batch.loss_mask
+        totals = batch.totals
         if self.loss_type in ("grpo", "sapo"):  # a completion counts as one, whatever its length
             return masked_mean(losses, mask, dim=1).sum(), totals.rows
         total = {

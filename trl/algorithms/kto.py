@@ -68,8 +68,9 @@ class KTO(PreferenceAlgorithm):
         return {"kto": (self.sum_of_losses(scores, batch), batch.totals.groups)}
 
     def sum_of_losses(self, scores: TokenScores, batch: Batch) -> Tensor:
-        """Add the losses () of answers up."""
-        ratios, label = self.log_ratios(scores, batch), batch.columns["label"]
+        """Return the sum () of the losses of answers."""
+        ratios = self.log_ratios(scores, batch)
+        label = batch.columns["label"]
         weights = torch.where(label, self.desirable_weight, self.undesirable_weight)
         losses = weights * kto_loss(ratios, label, batch.columns["kl"], self.beta)
         return masked_sum(losses, batch.branch_mask(0))
@@ -82,12 +83,13 @@ class KTO(PreferenceAlgorithm):
     def record(self, scores: TokenScores, batch: Batch, metrics: MetricStore) -> None:
         """Record means over desirable answers, as chosen ones, and over undesirable ones."""
         ratios = self.log_ratios(scores, batch).detach()
-        mask, label = batch.branch_mask(0), batch.columns["label"]
+        mask = batch.branch_mask(0)
+        label = batch.columns["label"]
         sides = {"chosen": label & mask, "rejected": ~label & mask}
         self.record_sides(scores, ratios, sides, batch, metrics)
         chosen = masked_sum(self.beta * ratios, sides["chosen"])
         rejected = masked_sum(self.beta * ratios, sides["rejected"])
-        counts = torch.stack([sides["chosen"].sum(), sides["rejected"].sum()])
-        metrics.mean("rewards/margins", torch.stack([chosen, -rejected]), counts)
+        num_answers = torch.stack([sides["chosen"].sum(), sides["rejected"].sum()])
+        metrics.mean("rewards/margins", torch.stack([chosen, -rejected]), num_answers)
         if scores.entropies is not None:
             record_entropy(metrics, scores.entropies.detach(), batch.loss_mask & mask[:, None])

@@ -40,7 +40,8 @@ class OnlineDPO(Algorithm[TokenScores]):
 
     def loss(self, scores: TokenScores, batch: Batch, metrics: MetricStore) -> LossTerms:
         """Losses of pairs, whose rows are neighbors, averaged over pairs."""
-        columns, mask = batch.columns, batch.loss_mask
+        columns = batch.columns
+        mask = batch.loss_mask
         preference = columns["advantages"].view(-1, 2)
         better_first = preference.argsort(dim=1, descending=True, stable=True)
         logps = masked_sum(scores.logps, mask, dim=1).view(-1, 2)

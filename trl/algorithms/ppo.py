@@ -1,4 +1,4 @@
-"""PPO: each token is credited with what turned out better than a value model expected."""
+"""PPO: tokens are credited with how much better they turned out than a value model expected."""
 
 from dataclasses import dataclass, field
 
@@ -18,14 +18,14 @@ from .base import Algorithm, LossTerms, Needs, clipped_losses, record_term
 
 @dataclass(kw_only=True)
 class EarlyStop:
-    """Tells when an update has moved the policy too far from the one that generated."""
+    """Detects that updates moved the policy too far from the one that generated."""
 
     target_kl: float | None = None  # half the mean squared log-ratio of tokens; None: never stop
     # Sum of halved squares and number of tokens of each chunk of the update being computed.
     _observed: list[Tensor] = field(default_factory=list, init=False)
 
     def begin_update(self) -> None:
-        """Forget the chunks of an update that begins again."""
+        """Discard the chunks of an update that begins again."""
         self._observed.clear()
 
     def observe(self, half_squares: Tensor, token_count: Tensor) -> None:
@@ -72,7 +72,7 @@ class PPO(Algorithm[TokenScores]):
         )
 
     def begin_update(self) -> None:
-        """Forget the log-ratios of an update that begins again."""
+        """Discard the log-ratios of an update that begins again."""
         self.early_stop.begin_update()
 
     def end_update(self, ranks: Ranks, metrics: MetricStore) -> bool:
@@ -90,14 +90,13 @@ class PPO(Algorithm[TokenScores]):
         metrics.value("val/num_eos_tokens", table.has_ended.float().sum())
         step = step.with_rewards(rewards)
         batch = step.batch
-        columns, mask = batch.columns, _scored_tokens(batch)
-        of_tokens = token_rewards(
-            columns["rewards"], self._penalties(batch, metrics), batch.loss_mask
-        )
+        mask = _scored_tokens(batch)
+        penalties = self._penalties(batch, metrics)
+        reward_per_token = token_rewards(batch.columns["rewards"], penalties, batch.loss_mask)
         if self.whiten_rewards:
-            of_tokens = whitened(of_tokens, mask, step.ranks.sum, keeps_mean=True)
-        values = columns["values"]
-        advantages = generalized_advantages(of_tokens, values, mask, self.gamma, self.lam)
+            reward_per_token = whitened(reward_per_token, mask, step.ranks.sum, keeps_mean=True)
+        values = batch.columns["values"]
+        advantages = generalized_advantages(reward_per_token, values, mask, self.gamma, self.lam)
         batch = batch.with_columns(
             returns=advantages + values, advantages=whitened(advantages, mask, step.ranks.sum)
         )
@@ -105,23 +104,25 @@ class PPO(Algorithm[TokenScores]):
 
     def _penalties(self, batch: Batch, metrics: MetricStore) -> Tensor:
         """Return the KL penalties (B, C) that are added to the rewards of tokens."""
-        columns, mask = batch.columns, batch.loss_mask
+        columns = batch.columns
+        mask = batch.loss_mask
         penalties = torch.zeros_like(columns["values"])
         if self.beta != 0.0:
             estimate = k1 if self.kl_estimator == "k1" else k3
             penalties = -self.beta * estimate(columns["old_logps"], columns["ref_logps"], mask)
-        of_rows = penalties.sum(1)
+        row_penalties = penalties.sum(1)
         entropies = -masked_sum(columns["old_logps"], mask, dim=1)
         metrics.value("objective/entropy", entropies.mean())
         if self.beta != 0.0:
-            metrics.value("objective/kl", -of_rows.mean() / self.beta)
-        metrics.value("objective/non_score_reward", of_rows.mean())
-        metrics.value("objective/rlhf_reward", nan_mean(columns["rewards"] + of_rows))
+            metrics.value("objective/kl", -row_penalties.mean() / self.beta)
+        metrics.value("objective/non_score_reward", row_penalties.mean())
+        metrics.value("objective/rlhf_reward", nan_mean(columns["rewards"] + row_penalties))
         return penalties
 
     def loss(self, scores: TokenScores, batch: Batch, metrics: MetricStore) -> LossTerms:
         """Clipped losses of policy and values, averaged over tokens."""
-        mask, total = _scored_tokens(batch), batch.totals.tokens
+        mask = _scored_tokens(batch)
+        total = batch.totals.tokens
         policy = masked_sum(clipped_losses(batch, mask, self.clip_range, metrics), mask)
         value = masked_sum(self._value_losses(scores, batch), mask)
         self._record_update(scores, batch, metrics)
@@ -139,19 +140,22 @@ class PPO(Algorithm[TokenScores]):
         """Return the clipped losses (B, C) of the values that the forward computed."""
         if scores.values is None:
             raise ValueError("PPO needs the values of the tokens.")
-        old_values, returns = batch.columns["values"], batch.columns["returns"]
+        old_values = batch.columns["values"]
+        returns = batch.columns["returns"]
         return clipped_value_loss(scores.values, old_values, returns, self.cliprange_value)
 
     @torch.no_grad()
     def _record_update(self, scores: TokenScores, batch: Batch, metrics: MetricStore) -> None:
-        columns, mask = batch.columns, _scored_tokens(batch)
-        count, ratio = mask.sum(), columns["ratio"]
+        columns = batch.columns
+        mask = _scored_tokens(batch)
+        count = mask.sum()
+        ratio = columns["ratio"]
         too_low, too_high = clip_flags(ratio, columns["advantages"], *self.clip_range)
         is_clipped = (too_low | too_high).float()
         metrics.mean("policy/clipfrac_avg", masked_sum(is_clipped, mask), count)
         if scores.values is not None:
-            plain = 0.5 * (scores.values - columns["returns"]).square()
-            is_worse = self._value_losses(scores, batch) > plain
+            unclipped = 0.5 * (scores.values - columns["returns"]).square()
+            is_worse = self._value_losses(scores, batch) > unclipped
             metrics.mean("val/clipfrac_avg", (is_worse & mask).sum(), count)
         log_ratios = log_ratio(scores.logps, columns["old_logps"], mask, "token")
         half_squares = 0.5 * log_ratios.square().sum()

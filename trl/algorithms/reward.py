@@ -30,7 +30,8 @@ class RewardModel(Algorithm[Tensor]):
     def loss(self, scores: Tensor, batch: Batch, metrics: MetricStore) -> LossTerms:
         """Return the sum over pairs."""
         values = batch.by_group(scores)  # (G, K)
-        better, worse = values[:, :, None], values[:, None, :]
+        better = values[:, :, None]
+        worse = values[:, None, :]
         margins = batch.by_group(batch.columns["margin"])[:, :1, None].to(values.dtype)
         losses = ranking_loss(better, worse, margins)
         if self.center_rewards_coefficient is not None:
@@ -43,8 +44,9 @@ class RewardModel(Algorithm[Tensor]):
         return {"scores": batch.by_group(scores.detach())}
 
     def _record(self, values: Tensor, batch: Batch, metrics: MetricStore) -> None:
-        """Record what the scores (G, K) of answers say about pairs, and their range."""
-        is_pair, exists = batch.is_better, batch.exists
+        """Record accuracy and margin of pairs, and mean and range of the scores (G, K)."""
+        is_pair = batch.is_better
+        exists = batch.exists
         difference = values[:, :, None] - values[:, None, :]
         metrics.mean("accuracy", ((difference > 0) & is_pair).sum(), is_pair.sum())
         metrics.mean("margin", masked_sum(difference, is_pair), is_pair.sum())

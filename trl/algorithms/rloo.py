@@ -49,7 +49,8 @@ class RLOO(Algorithm[TokenScores]):
         if self.beta == 0.0:
             return rewards
         batch = step.batch
-        columns, mask = batch.columns, batch.loss_mask
+        columns = batch.columns
+        mask = batch.loss_mask
         divergences = sequence_kl(columns["old_logps"], columns["ref_logps"], mask)
         metrics.mean("kl", divergences.sum(), mask.sum())
         return rewards - self.beta * step.ranks.gather(divergences)
