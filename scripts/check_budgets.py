@@ -34,7 +34,7 @@ IGNORED_TOKENS = (
     tokenize.NEWLINE,
     tokenize.NL,
 )
-LOADED = 88  # modules that `from trl import RLOOTrainer` may load
+LOADED = 104  # modules that `from trl import RLOOTrainer` may load
 
 
 @dataclass(frozen=True)

@@ -54,8 +54,7 @@ class RolloutScoring:
         weights move while the batch is trained on. `is_policys_own`: the log-probabilities that the
         engine reported are those of the policy, so that there is nothing to correct.
         """
-        mode = step.mode
-        on_policy = self.is_on_policy(mode)
+        on_policy = self.is_on_policy(step.mode)
         reuses = on_policy and self._reuses_sampling_logps(needs)
         if needs.values or needs.credit_entropies or not on_policy:
             needs = dataclasses.replace(needs, old_logps=True)
@@ -68,18 +67,21 @@ class RolloutScoring:
             step,
             needs,
             support=self.correction.support if is_compared else None,
-            max_units=self._max_units(mode, needs),
+            max_units=self._max_units(step.mode, needs),
         )
-        if not (needs.old_logps or needs.ref_logps):
-            return step, True
+        has_scores = needs.old_logps or needs.ref_logps
+        return step, not has_scores or self._are_finite(global_step)
+
+    def _are_finite(self, global_step: int) -> bool:
+        """Whether all scores of the round are finite on all ranks; if not, stop or warn."""
         try:
             self.guard.check(global_step)
         except NonFiniteError as error:
             if self.args.non_finite == "raise":
                 raise
             logger.warning(f"{error} The updates of this round are skipped.")
-            return step, False
-        return step, True
+            return False
+        return True
 
     def _reuses_sampling_logps(self, needs: Needs) -> bool:
         """Whether log-probabilities of generation may serve for the KL penalty in the reward.
