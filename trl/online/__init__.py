@@ -1,1 +1,1 @@
-"""Stages of a training step. Nothing here knows an engine or an algorithm."""
+"""Stages of online training: prompts, rewards, metrics. No engine or algorithm is imported."""

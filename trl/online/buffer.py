@@ -1,4 +1,4 @@
-"""The rollout batch that is trained on, cut into its micro-batches."""
+"""Holds the rollout batch that is trained on, cut into micro-batches."""
 
 from dataclasses import replace
 from typing import Any
@@ -20,12 +20,12 @@ class Buffer:
         self.clear()
 
     def clear(self) -> None:
-        """Hold nothing."""
+        """Drop the micro-batches."""
         self._round: int | None = None
         self._micro_batches: list[Batch] = []
 
     def is_stale(self, step: int) -> bool:
-        """Whether micro-step `step` belongs to another round than the one held."""
+        """Return whether micro-step `step` belongs to another rollout batch than the one held."""
         return self._round != step // self._period
 
     def fill(self, step: int, batch: Batch) -> None:
@@ -34,10 +34,10 @@ class Buffer:
         self._micro_batches = with_totals(batch.split(self._count), self._ranks)
 
     def at(self, step: int, accumulation: int) -> Batch:
-        """Return the micro-batch of micro-step `step`, which must be of this round.
+        """Return the micro-batch of micro-step `step`, which must be of the rollout batch held.
 
-        Its optimizer step has `accumulation` micro-batches; its totals are that share of those of
-        the rollout batch.
+        An optimizer step has `accumulation` micro-batches, so its totals are those of the rollout
+        batch times `accumulation` over the number of micro-batches.
         """
         if self.is_stale(step):
             raise RuntimeError(f"The buffer does not hold the round of micro-step {step}.")
@@ -49,25 +49,25 @@ class Buffer:
         return max(self._micro_batches, key=lambda batch: max(batch.rows.lengths))
 
     def state(self, step: int) -> list[dict[str, Any]] | None:
-        """The micro-batches that `step` needs; None if it begins a round.
+        """Return the micro-batches for a checkpoint; None if micro-step `step` begins a round.
 
-        Checkpoints hold tensors, numbers, and lists and dictionaries of these.
+        A checkpoint holds tensors, numbers, and lists and dictionaries of these.
         """
         if self.is_stale(step):
             return None
         return [_plain_values(batch) for batch in self._micro_batches]
 
     def restore(self, step: int, state: list[dict[str, Any]] | None, device: torch.device) -> None:
-        """Hold what `state` returned when micro-step `step` was the next one."""
+        """Hold the micro-batches that `state` returned when `step` was the next micro-step."""
         self.clear()
-        # A loop that was told to skip no consumed rows is at another place of its round.
+        # With ignore_data_skip=True, the loop may begin a new round here.
         if state is not None and step % self._period:
             self._round = step // self._period
             self._micro_batches = [_batch_of(values, device) for values in state]
 
 
 def _plain_values(batch: Batch) -> dict[str, Any]:
-    """Take a micro-batch apart into what a checkpoint can hold."""
+    """Return the contents of a micro-batch as values that a checkpoint can hold."""
     return {
         "groups": [_group_values(group) for group in batch.groups],
         "loss_mask": batch.loss_mask,
@@ -95,7 +95,7 @@ def _group_values(group: Group) -> dict[str, Any]:
 
 
 def _batch_of(values: dict[str, Any], device: torch.device) -> Batch:
-    """Make the micro-batch that `_plain_values` took apart."""
+    """Make a micro-batch of the values that `_plain_values` returned."""
     batch = Batch(
         groups=tuple(_group_of(group) for group in values["groups"]),
         loss_mask=values["loss_mask"],

@@ -1,4 +1,4 @@
-"""NaN and infinity are errors that name where they came from."""
+"""Detects NaN and infinity, and reports the rows that they came from."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,27 +16,34 @@ class NonFiniteError(RuntimeError):
 
 @dataclass
 class FiniteGuard:
-    """Watches values without waiting for the device; looks at them when an update is due."""
+    """Records where values are not finite, without waiting for the device until `check`."""
 
     rank: int  # this process, for messages
     gather: Callable[[Any], list[Any]]  # the argument of every rank in rank order, on every rank
     _watched: list[tuple[str, Sequence[int], Tensor]] = field(default_factory=list)
 
     @torch.no_grad()
-    def watch(self, what: str, values: Tensor, rows: Rows, mask: Tensor | None = None) -> None:
-        """Remember which rows of `values` (B, ...), called `what`, are not finite in the `mask`."""
-        bad = ~torch.isfinite(values)
-        bad = (bad if mask is None else bad & mask)[:, None].flatten(1).any(1)
-        self._watched.append((what, rows.row_ids, bad))
+    def watch(self, name: str, values: Tensor, rows: Rows, mask: Tensor | None = None) -> None:
+        """Remember the rows of `values` (B, ...) that are not finite where `mask` is True.
+
+        Messages call the values by the `name`.
+        """
+        is_bad = ~torch.isfinite(values)
+        if mask is not None:
+            is_bad = is_bad & mask
+        self._watched.append((name, rows.row_ids, is_bad[:, None].flatten(1).any(1)))
 
     def check(self, step: int) -> None:
-        """Raise `NonFiniteError` on every rank if one saw such a value; all must call this."""
+        """Raise `NonFiniteError` on every rank if any rank watched such a value.
+
+        All ranks must call this.
+        """
         reports = [report for report in self.gather(self.findings()) if report]
         if reports:
             raise NonFiniteError(f"Step {step}: {' '.join(reports)}")
 
     def reason(self, step: int) -> NonFiniteError:
-        """Say why a gradient is not finite; every rank must call this."""
+        """Return an error that explains a gradient that is not finite; all ranks must call this."""
         try:
             self.check(step)
         except NonFiniteError as error:
@@ -47,16 +54,21 @@ class FiniteGuard:
         )
 
     def findings(self) -> str:
-        """Describe what is bad on this rank, and forget it; empty if all is finite."""
-        words = []
-        for what, row_ids, bad in self._watched:
-            rows = [row_ids[i] for i in bad.nonzero().flatten().tolist()]
+        """Return messages about the watched rows of this rank, and clear them; "" if all is finite.
+
+        This waits for the device.
+        """
+        messages = []
+        for name, row_ids, is_bad in self._watched:
+            rows = [row_ids[i] for i in is_bad.nonzero().flatten().tolist()]
             if rows:
-                shown = ", ".join(map(str, rows[:8])) + (", ..." if len(rows) > 8 else "")
-                words.append(f"{what} of row {shown} on rank {self.rank} is NaN or infinite.")
+                row_list = ", ".join(map(str, rows[:8]))
+                if len(rows) > 8:
+                    row_list += ", ..."
+                messages.append(f"{name} of row {row_list} on rank {self.rank} is NaN or infinite.")
         self.forget()
-        return " ".join(words)
+        return " ".join(messages)
 
     def forget(self) -> None:
-        """Drop what was watched, after an update that went well."""
+        """Discard everything watched so far, as after an update without such values."""
         self._watched.clear()

@@ -1,4 +1,4 @@
-"""Metrics: sums that know how to combine over micro-batches and ranks, and what is recorded."""
+"""Metrics: means and extremes over micro-batches and ranks, and functions that record them."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ Value: TypeAlias = float | Tensor  # () tensors stay on their device until the l
 
 
 class MetricStore:
-    """Collects values between two logs; ranks talk once, when the log is written.
+    """Collects values between two logs; ranks communicate once, when the log is written.
 
     A metric is a weighted mean, a minimum or a maximum. Tensors stay on their device until `flush`.
     """
@@ -48,51 +48,57 @@ class MetricStore:
         return {"means": dict(self._means), "extremes": dict(self._extremes)}
 
     def restore(self, state: dict[str, dict[str, tuple[Any, Any]]]) -> None:
-        """Go back to what had been collected when `state` returned this."""
-        self._means, self._extremes = dict(state["means"]), dict(state["extremes"])
+        """Replace all values by those of a `state`."""
+        self._means = dict(state["means"])
+        self._extremes = dict(state["extremes"])
 
     def flush(self, gather: Gather) -> dict[str, float | None]:
-        """Combine over all ranks, forget everything, and return numbers; None: nothing measured."""
+        """Combine all ranks, clear the store, and return numbers; None: nothing was measured."""
         means = {name: tuple(map(_number, pair)) for name, pair in self._means.items()}
-        extremes = {name: (kind, _number(x)) for name, (kind, x) in self._extremes.items()}
+        extremes = {
+            name: (bound, _number(value)) for name, (bound, value) in self._extremes.items()
+        }
         self.restore({"means": {}, "extremes": {}})
-        every = MetricStore()
+        all_ranks = MetricStore()
         for rank_means, rank_extremes in gather((means, extremes)):
             for name, pair in rank_means.items():
-                every.mean(name, *pair)
+                all_ranks.mean(name, *pair)
             for name, extreme in rank_extremes.items():
-                every._extreme(name, *extreme)
-        found: dict[str, float | None] = {}
-        for name, (total, weight) in every._means.items():
-            total, weight = _number(total), _number(weight)
-            found[name] = float((total / weight).sum()) if weight.all() else None
-        for name, (_, value) in every._extremes.items():
-            found[name] = float(value) if math.isfinite(value) else None
-        return found
+                all_ranks._extreme(name, *extreme)
+        numbers: dict[str, float | None] = {}
+        for name, (weighted_sum, weight_sum) in all_ranks._means.items():
+            total = _number(weighted_sum)
+            weight = _number(weight_sum)
+            numbers[name] = float((total / weight).sum()) if weight.all() else None
+        for name, (_, value) in all_ranks._extremes.items():
+            numbers[name] = float(value) if math.isfinite(value) else None
+        return numbers
 
-    def _extreme(self, name: str, kind: str, value: Value) -> None:
+    def _extreme(self, name: str, bound: str, value: Value) -> None:
+        """Keep the lower of the old and the new value if `bound` is "min", else the higher."""
         value = torch.as_tensor(value).detach()
         if name in self._extremes:
-            held = torch.as_tensor(self._extremes[name][1]).to(value)
-            value = torch.minimum(held, value) if kind == "min" else torch.maximum(held, value)
-        self._extremes[name] = (kind, value)
+            old = torch.as_tensor(self._extremes[name][1]).to(value)
+            value = torch.minimum(old, value) if bound == "min" else torch.maximum(old, value)
+        self._extremes[name] = (bound, value)
 
 
 def _number(value: Value) -> Tensor:
     return torch.as_tensor(value, dtype=torch.float64, device="cpu")
 
 
-def _sum(held: Value, new: Value) -> Value:
+def _sum(old: Value, new: Value) -> Value:
     if isinstance(new, Tensor):
         new = new.detach()
-        if isinstance(held, Tensor):
-            held = held.to(new.device)  # what a checkpoint held is on the CPU
-    return held + new
+        if isinstance(old, Tensor):
+            old = old.to(new.device)  # after resuming, sums of the checkpoint are on the CPU
+    return old + new
 
 
 def record_rewards(store: MetricStore, table: RewardTable) -> None:
     """Record the task rewards: without clip, KL penalty or whitening."""
-    means, stds = nan_mean(table.per_function, dim=0), nan_std(table.per_function, dim=0)
+    means = nan_mean(table.per_function, dim=0)
+    stds = nan_std(table.per_function, dim=0)
     for name, mean, std in zip(table.names, means, stds, strict=True):
         store.value(f"rewards/{name}/mean", mean)
         store.value(f"rewards/{name}/std", std)
@@ -101,7 +107,7 @@ def record_rewards(store: MetricStore, table: RewardTable) -> None:
     if table.group_size == 1:
         return
     groups = table.total.view(-1, table.group_size)
-    # Groups whose completions all earned the same teach nothing, as those that have no baseline.
+    # Groups with equal rewards have no gradient; nor have groups without a baseline.
     is_flat = ~(nan_std(groups, dim=1) > 1e-6)
     store.value("frac_reward_zero_std", is_flat.float().mean())
     scorable = (~groups.isnan()).sum(1)
@@ -109,31 +115,35 @@ def record_rewards(store: MetricStore, table: RewardTable) -> None:
 
 
 def record_lengths(store: MetricStore, lengths: Tensor, stopped: Tensor) -> None:
-    """Record completion lengths (N,), and the share that did not end on its own."""
+    """Record completion lengths (N,), and the share of completions that were cut off."""
     lengths = lengths.float()
-    for kind, values in {"": lengths, "terminated_": lengths[stopped]}.items():
-        some = values if values.numel() else torch.zeros(1, device=values.device)
-        for name, summary in {"mean": some.mean(), "min": some.min(), "max": some.max()}.items():
-            store.value(f"completions/{name}_{kind}length", summary)
+    for prefix, values in {"": lengths, "terminated_": lengths[stopped]}.items():
+        if not values.numel():
+            values = torch.zeros(1, device=values.device)
+        store.value(f"completions/mean_{prefix}length", values.mean())
+        store.value(f"completions/min_{prefix}length", values.min())
+        store.value(f"completions/max_{prefix}length", values.max())
     store.value("completions/clipped_ratio", (~stopped).float().mean())
 
 
 def record_pairs(
     store: MetricStore, logps: Tensor, log_ratios: Tensor, rewards: Tensor | None, beta: float
 ) -> None:
-    """Record what the policy makes of preferred completions (first) and of the others.
+    """Record implied rewards and log-probabilities of P pairs of completions.
 
-    `log_ratios` say how much larger the `logps` (P, 2) of P pairs are than those of the reference;
-    `rewards` (2P,) are of the completions in any order, NaN where they could not be scored.
+    `logps` (P, 2) are of the preferred completions, then of the others; `log_ratios` (P, 2) are
+    `logps` minus those of the reference. `rewards` (2P,) are of the completions in any order, NaN
+    where they could not be scored.
     """
-    implied, logps = (beta * log_ratios).detach(), logps.detach()
+    implied = (beta * log_ratios).detach()
+    logps = logps.detach()
     store.value("objective/kl", log_ratios.mean())
     store.value("objective/entropy", -logps.mean())
     store.value("objective/non_score_reward", -implied.mean())
     store.value("objective/rlhf_reward", nan_mean(torch.as_tensor(rewards)) - implied.mean())
-    for place, name in enumerate(("chosen", "rejected")):
-        store.value(f"rewards/{name}", implied[:, place].mean())
-        store.value(f"logps/{name}", logps[:, place].mean())
+    for column, name in enumerate(("chosen", "rejected")):
+        store.value(f"rewards/{name}", implied[:, column].mean())
+        store.value(f"logps/{name}", logps[:, column].mean())
     margins = implied[:, 0] - implied[:, 1]
     store.value("rewards/margins", margins.mean())
     store.value("rewards/accuracies", (margins > 0).float().mean())
@@ -141,27 +151,36 @@ def record_pairs(
 
 
 def record_tools(store: MetricStore, calls: Sequence[tuple[int, int]] | None) -> None:
-    """Record how often completions of this rank called tools, and the share that failed."""
+    """Record tool calls per completion of this rank, and the share of calls that failed.
+
+    `calls` are, for each completion, the number of calls and the number of those that failed.
+    """
     if calls is None:
         return
-    made, failed = sum(pair[0] for pair in calls), sum(pair[1] for pair in calls)
-    store.mean("tools/call_frequency", made, len(calls))
-    store.mean("tools/failure_frequency", failed, made)
+    num_calls = sum(made for made, _ in calls)
+    num_failures = sum(failed for _, failed in calls)
+    store.mean("tools/call_frequency", num_calls, len(calls))
+    store.mean("tools/failure_frequency", num_failures, num_calls)
 
 
 def record_entropy(store: MetricStore, entropies: Tensor, mask: Tensor) -> None:
-    """Record the mean entropy of trained-on tokens, in nats."""
+    """Record the mean entropy (B, C) of the tokens in the mask, in nats."""
     store.mean("entropy", masked_sum(entropies, mask), mask.sum())
 
 
 def record_accuracy(store: MetricStore, hits: Tensor, mask: Tensor) -> None:
-    """Record the share of trained-on tokens that no token was likelier than."""
+    """Record the share of tokens in the mask that were the model's top prediction: `hits`."""
     store.mean("mean_token_accuracy", (hits & mask).sum(), mask.sum())
 
 
 def record_clipping(store: MetricStore, low: Tensor, high: Tensor, mask: Tensor) -> None:
-    """Record the shares of ratios clipped `low` and `high`, (B, C) or (B, 1) as the mask is."""
-    count, low, high = mask.sum(), low & mask, high & mask
+    """Record the shares of ratios that were clipped: `low` and `high` mark them.
+
+    All are (B, C), or (B, 1) for ratios of completions; the mask marks the ratios that count.
+    """
+    count = mask.sum()
+    low = low & mask
+    high = high & mask
     store.mean("clip_ratio/low_mean", low.sum(), count)
     store.mean("clip_ratio/high_mean", high.sum(), count)
     store.mean("clip_ratio/region_mean", (low | high).sum(), count)
@@ -175,10 +194,10 @@ def record_clipping(store: MetricStore, low: Tensor, high: Tensor, mask: Tensor)
 def record_sampling(
     store: MetricStore, gaps: Tensor, replayed: Tensor, log_mass: Tensor | None, mask: Tensor
 ) -> None:
-    """Record how far the log-probabilities of trainer and engine are apart, in nats.
+    """Record differences between the log-probabilities of trainer and engine, in nats.
 
-    All are (B, C): the differences, the same after replaying the filters of the engine, and the
-    log-probability of what these leave, if there are any.
+    All are (B, C): `gaps` are the differences, `replayed` those after the trainer replayed the
+    engine's filters, and `log_mass` the log-probability of the tokens that filters leave, if any.
     """
     _mean_and_largest(store, "sampling/sampling_logp_difference", gaps.abs(), mask)
     if log_mass is not None:
@@ -187,7 +206,7 @@ def record_sampling(
 
 
 def record_ratio(store: MetricStore, ratio: Tensor, beyond: Tensor, mask: Tensor) -> None:
-    """Record the ratio (B, C) or (B, 1) of trainer to engine, and which are `beyond` bounds."""
+    """Record the ratio (B, C) or (B, 1) of trainer to engine, and the share `beyond` bounds."""
     name = "sampling/importance_sampling_ratio"
     _mean_and_largest(store, name, ratio, mask)
     store.minimum(f"{name}/min", -_largest(-ratio, mask))
@@ -200,5 +219,6 @@ def _mean_and_largest(store: MetricStore, name: str, values: Tensor, mask: Tenso
 
 
 def _largest(values: Tensor, mask: Tensor) -> Tensor:
-    counted = values.masked_fill(~mask, -torch.inf).flatten()
-    return torch.cat([counted, values.new_full((1,), -torch.inf)]).max()
+    """Return the largest value () in the mask; -infinity if the mask is empty."""
+    masked = values.masked_fill(~mask, -torch.inf).flatten()
+    return torch.cat([masked, values.new_full((1,), -torch.inf)]).max()

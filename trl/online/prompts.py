@@ -1,4 +1,4 @@
-"""From dataset rows to token ids, and from completions back to what reward functions read."""
+"""Encodes the prompts of dataset rows, and decodes completions for reward functions."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,8 +30,8 @@ logger = logging.get_logger(__name__)
 def as_message(
     tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], ids: Sequence[int]
 ) -> dict[str, Any]:
-    """Read one turn as far as that is possible; otherwise all of its text is the content."""
-    from ..data.templates import read_response, reads_responses  # which conversations alone need
+    """Parse the ids of an assistant turn; if they cannot be parsed, all text is the content."""
+    from ..data.templates import read_response, reads_responses  # only conversations need it
 
     if reads_responses(tokenizer):
         ended = bool(ids) and ids[-1] in tokenizer.all_special_ids
@@ -44,18 +44,19 @@ def as_message(
 
 @dataclass(frozen=True)
 class PromptLimit:
-    """How long a prompt may be, and what becomes of a longer one."""
+    """The maximum length of prompts, and what is done with longer ones."""
 
     tokens: int | None = None  # None: no limit
     reason: str = ""  # where that number comes from, for messages
     action: str = "error"  # or "drop", or "cut-left", which keeps the end of the prompt
-    completion: int = 0  # tokens that should have room behind a prompt, or there is a warning
+    completion: int = 0  # tokens of a completion; without room for them there is a warning
 
     @classmethod
     def of(cls, longest: int | None, action: str, context: int | None, completion: int) -> Self:
-        """The limit from `max_prompt_length`, `long_prompts`, and the tokens that the model sees.
+        """Make the limit of `max_prompt_length` (`longest`), `long_prompts` (`action`) and context.
 
-        Without a `longest`, prompts are dropped or cut so that a whole `completion` has room.
+        Without a `longest`, prompts are dropped or cut so that a whole `completion` fits behind
+        them into the `context` tokens that the model sees.
         """
         if longest is not None and (context is None or longest < context):
             return cls(longest, f"max_prompt_length={longest}", action)
@@ -66,11 +67,11 @@ class PromptLimit:
         return cls(context - room, reason, action)
 
     def is_broken_by(self, length: int) -> bool:
-        """Whether a prompt with so many tokens is too long."""
+        """Return whether a prompt with `length` tokens is too long."""
         return self.tokens is not None and length > self.tokens
 
     def problem(self, length: int) -> str | None:
-        """Say what is wrong with a prompt of so many tokens, if the run cannot go on with it."""
+        """Return an error text for a prompt of `length` tokens that cannot be used, else None."""
         if not length:
             return "has no tokens. Remove such rows from the dataset."
         if self.action != "error" or not self.is_broken_by(length):
@@ -88,8 +89,8 @@ class PromptLimit:
 class PromptEncoder:
     """Tokenizes prompts for the policy, each distinct one once.
 
-    The `limit` is for long prompts, `bounds` are those of the policy. On several `ranks`, the
-    prompts of a dataset are checked by the first one.
+    The `limit` is for long prompts, `bounds` are those of the policy. With several `ranks`, rank 0
+    checks the prompts of a dataset for all of them.
     """
 
     def __init__(
@@ -105,58 +106,74 @@ class PromptEncoder:
         self._limit = limit or PromptLimit()
         self._bounds = bounds or ModelBounds()
         self._ranks = ranks or Ranks()
-        self._long: Counter[str] = Counter()  # rows of each dataset
-        self._checked: list[Any] = []
-        self.longest: dict[str, tuple[int, int]] = {}  # tokens of each dataset's, and its row
+        self._long: Counter[str] = Counter()  # number of long prompts of each dataset
+        self._checked: list[Dataset | IterableDataset] = []
+        # Of the longest prompt of each dataset: its number of tokens, and its row.
+        self.longest: dict[str, tuple[int, int]] = {}
 
     def __call__(self, rows: Sequence[Row]) -> Prompts:
-        """Encode the `prompt` of each row; repeated rows share one list of ids.
+        """Encode the `prompt` of each row; rows with equal prompts share one list of ids.
 
-        An error names the row without a prompt (KeyError), or with an unusable one (ValueError).
+        A row without a prompt is a KeyError that names it, an unusable prompt a ValueError.
         """
-        for place, row in enumerate(rows):
+        for number, row in enumerate(rows):
             if "prompt" not in row:
-                raise KeyError(f"Row {place} has no 'prompt' column; it has {sorted(row)}.")
-        first: dict[str, int] = {}
+                raise KeyError(f"Row {number} has no 'prompt' column; it has {sorted(row)}.")
         keys = [repr((row["prompt"], row.get("chat_template_kwargs"))) for row in rows]
-        places = [first.setdefault(key, place) for place, key in enumerate(keys)]
-        found = self._encode({place: rows[place] for place in first.values()}, "the batch")
-        ids = {place: self._limit.cut(row) for place, row in found.items()}
-        messages = [row["prompt"] for row in rows]
-        return Prompts(messages=messages, token_ids=[ids[p] for p in places], rows=list(rows))
+        first_rows: dict[str, int] = {}  # number of the first row with each key
+        for number, key in enumerate(keys):
+            first_rows.setdefault(key, number)
+        encoded = self._encode(
+            {number: rows[number] for number in first_rows.values()}, "the batch"
+        )
+        ids = {key: self._limit.cut(encoded[number]) for key, number in first_rows.items()}
+        return Prompts(
+            messages=[row["prompt"] for row in rows],
+            token_ids=[ids[key] for key in keys],
+            rows=list(rows),
+        )
 
     def check(self, name: str, dataset: Dataset | IterableDataset) -> Dataset | IterableDataset:
         """Return a dataset without the prompts that are dropped; messages call it by the `name`.
 
-        A prompt that cannot be used is an error before it ends a run; of a stream, when it is read.
+        A prompt that cannot be used is an error: at once, or when a stream reads it.
         """
-        if any(dataset is known for known in self._checked):
+        if any(dataset is earlier for earlier in self._checked):
             return dataset
+        checked = dataset
         if isinstance(dataset, IterableDataset):
-            keeps = lambda row, number: bool(self._kept({number: row}, name))  # noqa: E731
-            found = dataset.filter(keeps, with_indices=True)
+            checked = dataset.filter(
+                lambda row, number: bool(self._not_dropped({number: row}, name)), with_indices=True
+            )
         else:
-            kept = self._rows_kept(name, dataset)
-            if self._long[name]:
-                done = "left out" if self._limit.action == "drop" else "cut on the left"
-                most = pluralize(self._limit.tokens or 0, "token")
-                logger.warning(
-                    f"{name}: {self._long[name]} of {len(dataset)} prompts have more than {most} "
-                    f"({self._limit.reason}) and are {done}."
-                )
-            found = dataset if len(kept) == len(dataset) else dataset.select(kept)
-        self._checked.append(found)
-        return found
+            numbers = self._check_dataset(name, dataset)
+            self._warn_of_long_prompts(name, len(dataset))
+            if len(numbers) < len(dataset):
+                checked = dataset.select(numbers)
+        self._checked.append(checked)
+        return checked
+
+    def _warn_of_long_prompts(self, name: str, num_rows: int) -> None:
+        if self._long[name]:
+            outcome = "left out" if self._limit.action == "drop" else "cut on the left"
+            maximum = pluralize(self._limit.tokens or 0, "token")
+            logger.warning(
+                f"{name}: {self._long[name]} of {num_rows} prompts have more than {maximum} "
+                f"({self._limit.reason}) and are {outcome}."
+            )
 
     def counts(self, name: str = "train_dataset") -> dict[str, float]:
-        """How many prompts were dropped or cut so far, as a metric; none if they are errors."""
+        """Return how many prompts were dropped or cut so far, as a metric.
+
+        The result is empty if long prompts are errors.
+        """
         metric = COUNTED.get(self._limit.action)
         return {metric: float(self._long[name])} if metric else {}
 
     def completions(self, prompts: Prompts, completion_ids: Sequence[Sequence[int]]) -> list[Any]:
         """Decode completions into the format of their prompts: strings, or lists of messages.
 
-        A tokenizer with a `response_template` sets reasoning and tool calls apart from the content.
+        A tokenizer with a `response_template` separates reasoning and tool calls from the content.
         """
         rows = zip(prompts.messages, prompts.token_ids, completion_ids, strict=True)
         return [
@@ -167,49 +184,52 @@ class PromptEncoder:
         ]
 
     def token_texts(self, ids: Sequence[int]) -> list[str]:
-        """What each token adds to the text of the one before it, special tokens too."""
+        """Return the text that each token adds to the token before it; special tokens too."""
         if not ids:
             return []
-        # A token by itself may lack the space in front of it.
+        # Decoded alone, a token may lack the space in front of it.
         pairs = self._tokenizer.batch_decode([ids[max(0, i - 1) : i + 1] for i in range(len(ids))])
         before = ["", *self._tokenizer.batch_decode([[token] for token in ids])]
         return [pair[len(text) :] for pair, text in zip(pairs, before[:-1], strict=True)]
 
-    def _kept(self, rows: dict[int, Row], name: str) -> list[int]:
-        """Count the long prompts among some, and return the numbers of those not dropped."""
-        found = self._encode(rows, name)
-        long = {number for number, ids in found.items() if self._limit.is_broken_by(len(ids))}
+    def _not_dropped(self, rows: dict[int, Row], name: str) -> list[int]:
+        """Check numbered rows, count long prompts, and return the numbers of those not dropped."""
+        encoded = self._encode(rows, name)
+        long = {number for number, ids in encoded.items() if self._limit.is_broken_by(len(ids))}
         self._long[name] += len(long)
-        kept = [number for number in rows if self._limit.action != "drop" or number not in long]
-        lengths = [(len(self._limit.cut(found[number])), number) for number in kept]
+        remaining = [
+            number for number in rows if self._limit.action != "drop" or number not in long
+        ]
+        lengths = [(len(self._limit.cut(encoded[number])), number) for number in remaining]
         self.longest[name] = max([self.longest.get(name, (0, 0)), *lengths])
-        return kept
+        return remaining
 
-    def _rows_kept(self, name: str, dataset: Dataset) -> list[int]:
+    def _check_dataset(self, name: str, dataset: Dataset) -> list[int]:
         """Check all prompts of a dataset, and return the numbers of those not dropped."""
         sizes = partial(self.sizes, name, dataset)
         lengths, largest = self._ranks.compute_on_rank_0(sizes, f"checking the prompts of {name}")
         long = np.zeros(len(lengths), dtype=bool)
         if self._limit.tokens is not None:
             long = lengths > self._limit.tokens
-        wrong = (lengths == 0) | (largest >= (self._bounds.vocabulary or np.inf))
+        is_error = (lengths == 0) | (largest >= (self._bounds.vocabulary or np.inf))
         if self._limit.action == "error":
-            wrong |= long
-        for number in np.flatnonzero(wrong)[:1].tolist():
+            is_error |= long
+        for number in np.flatnonzero(is_error)[:1].tolist():
             problem = self._problem(int(lengths[number]), int(largest[number]))
             raise _unusable(name, number, dataset[number], str(problem))
         self._long[name] += int(long.sum())
-        kept = ~long if self._limit.action == "drop" else np.ones(len(long), dtype=bool)
-        lengths = np.where(long, self._limit.tokens or 0, lengths) * kept
+        is_remaining = ~long if self._limit.action == "drop" else np.ones(len(long), dtype=bool)
+        lengths = np.where(long, self._limit.tokens or 0, lengths) * is_remaining
         if len(lengths):
             longest = len(lengths) - 1 - int(lengths[::-1].argmax())
             self.longest[name] = int(lengths[longest]), longest
         self._warn_of_context(name, lengths)
-        return np.flatnonzero(kept).tolist()
+        return np.flatnonzero(is_remaining).tolist()
 
     def _warn_of_context(self, name: str, lengths: np.ndarray) -> None:
-        """Warn of prompts (rows,) whose completions would outgrow what the policy was made for."""
-        context, completion = self._bounds.context, self._limit.completion
+        """Warn if prompts of these lengths (rows,) leave too little context for a completion."""
+        context = self._bounds.context
+        completion = self._limit.completion
         if context is None or not completion:
             return
         beyond = np.flatnonzero(lengths + completion > context)
@@ -224,11 +244,12 @@ class PromptEncoder:
             )
 
     def sizes(self, name: str, dataset: Dataset) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens (rows,) and largest token ids (rows,) of prompts; an error names the dataset.
+        """Return the lengths (rows,) and largest token ids (rows,) of prompts.
 
-        They are read from the cache of the dataset if they were computed before.
+        Errors call the dataset by the `name`. Results are cached on disk, as those of
+        `Dataset.map` are.
         """
-        from ..data.encode import TextEncoder  # which starting a trainer does not wait for
+        from ..data.encode import TextEncoder  # slow to import
         from ..data.prepare import fingerprint
 
         is_transformed = dataset.format["type"] == "custom"  # a transform may read any column
@@ -262,58 +283,60 @@ class PromptEncoder:
         }
 
     def _problem(self, length: int, largest_id: int) -> str | None:
-        """Say what is wrong with a prompt, if the run cannot go on with it."""
+        """Return an error text for a prompt that cannot be used, else None."""
         outside = self._bounds.problem_of_id(largest_id)
         return self._limit.problem(length) or (outside and f"{outside}.")
 
     def _encode(self, rows: dict[int, Row], name: str) -> dict[int, list[int]]:
-        """Token ids of numbered rows, in few calls of the tokenizer; errors name the number."""
+        """Return the token ids of numbered rows; errors name the number of the row."""
         _refuse_malformed(rows, name)
-        found = self._tokenize(rows, name)
+        encoded = self._tokenize(rows, name)
         for number, row in rows.items():
-            ids = found[number]
+            ids = encoded[number]
             if (problem := self._problem(len(ids), max(ids, default=-1))) is not None:
                 raise _unusable(name, number, row, problem)
-        return found
+        return encoded
 
     def _tokenize(self, rows: dict[int, Row], name: str) -> dict[int, list[int]]:
-        """Token ids of rows, all at once unless one of them is refused."""
+        """Tokenize all rows at once; if that fails, one by one, to name the row that fails."""
         try:
             return dict(zip(rows, self._token_ids([*rows.values()]), strict=True))
         except Exception as error:  # chat templates raise anything
             if len(rows) == 1:
                 number, row = next(iter(rows.items()))
-                kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-                problem = f"cannot be tokenized: {kind}{error}"
+                error_type = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+                problem = f"cannot be tokenized: {error_type}{error}"
                 raise _unusable(name, number, row, problem) from error
         return {number: self._tokenize({number: rows[number]}, name)[number] for number in rows}
 
     def _token_ids(self, rows: list[Row]) -> list[list[int]]:
-        from ..data.encode import TextEncoder  # which starting a trainer does not wait for
+        """Tokenize texts as they are, and conversations with the chat template."""
+        from ..data.encode import TextEncoder  # slow to import
 
         texts = [row["prompt"] for row in rows if isinstance(row["prompt"], str)]
         chats = [row for row in rows if not isinstance(row["prompt"], str)]
         options = [self._template_kwargs | (row.get("chat_template_kwargs") or {}) for row in chats]
         encoder = TextEncoder(self._tokenizer)
-        heads = encoder.render_prompts([row["prompt"] for row in chats], options)
-        plain = iter(self._tokenizer(texts)["input_ids"] if texts else [])
-        rendered = iter(encoder.ids(heads))
-        return [next(plain if isinstance(row["prompt"], str) else rendered) for row in rows]
+        rendered = encoder.render_prompts([row["prompt"] for row in chats], options)
+        text_ids = iter(self._tokenizer(texts)["input_ids"] if texts else [])
+        chat_ids = iter(encoder.ids(rendered))
+        return [next(text_ids if isinstance(row["prompt"], str) else chat_ids) for row in rows]
 
 
 def check_forms(name: str, dataset: Dataset) -> None:
-    """Look for prompts that are missing or malformed, which takes no tokenizer."""
+    """Raise a ValueError for a missing or malformed prompt; this needs no tokenizer."""
     for rows in _numbered(dataset):
         _refuse_malformed(rows, name)
 
 
 def _numbered(dataset: Dataset) -> Iterator[dict[int, Row]]:
+    """Yield the rows of a dataset by number, `CHECKED_AT_ONCE` at a time."""
     if dataset.format["type"] != "custom":  # a transform may read any column
         dataset = dataset.select_columns(sorted(set(COLUMNS) & set(dataset.column_names)))
     for start in range(0, len(dataset), CHECKED_AT_ONCE):
         columns = dataset[start : start + CHECKED_AT_ONCE]
         values = enumerate(zip(*columns.values(), strict=True), start)
-        yield {i: dict(zip(columns, x, strict=True)) for i, x in values}
+        yield {number: dict(zip(columns, row, strict=True)) for number, row in values}
 
 
 def _refuse_malformed(rows: dict[int, Row], name: str) -> None:

@@ -1,5 +1,6 @@
-"""What is reported of every round: metrics; completions in files, on a terminal, in trackers."""
+"""Reports of every round: metrics, and completions in files, on a terminal and in trackers."""
 
+import math
 import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -40,10 +41,10 @@ class Round:
         """Return one JSON-ready record for each completion of rank `rank`; NaN becomes None."""
         ids = self.generations.completion_ids
         first = rank * len(ids)
-        here = slice(first, first + len(ids))
-        scores = self.table.per_function[here].tolist()
-        totals = self.table.total[here].tolist()
-        advantages = self.advantages[here].tolist()
+        own_rows = slice(first, first + len(ids))
+        scores = self.table.per_function[own_rows].tolist()
+        totals = self.table.total[own_rows].tolist()
+        advantages = self.advantages[own_rows].tolist()
         return [
             {
                 "step": self.step,
@@ -63,58 +64,68 @@ class Round:
         ]
 
     def _tokens(self, row: int) -> dict[str, Any]:
-        """Texts and log-probabilities, if they are asked for and the engine reported them."""
-        found = self.generations
-        if self.token_texts is None or found.sampling_logps is None:
+        """Return texts and log-probabilities of tokens, if requested and reported by the engine."""
+        generations = self.generations
+        if self.token_texts is None or generations.sampling_logps is None:
             return {}
-        logps = (_plain(round(x, 3)) for x in found.sampling_logps[row])
-        texts = self.token_texts(found.completion_ids[row])
+        logps = (_plain(round(logp, 3)) for logp in generations.sampling_logps[row])
+        texts = self.token_texts(generations.completion_ids[row])
         return {"tokens": list(zip(texts, logps, strict=True))}
 
 
 def _plain(value: float) -> float | None:
-    return None if value != value else value  # JSON has no NaN
+    return None if math.isnan(value) else value  # JSON has no NaN
 
 
 class Reports:
     """Collects the metrics of each mode; rank 0 appends to `folder/completions/<mode>.jsonl`."""
 
     def __init__(self, folder: str, ranks: Ranks, metrics: Mapping[Mode, MetricStore]):
-        self._files = {x: JsonLinesFile(Path(folder, "completions", f"{x}.jsonl")) for x in metrics}
+        self._files = {
+            mode: JsonLinesFile(Path(folder, "completions", f"{mode}.jsonl")) for mode in metrics
+        }
         self._metrics = metrics
         self._ranks = ranks
         self._latest: dict[Mode, list[dict[str, Any]]] = {}
 
-    def add(self, mode: Mode, found: Round) -> int:
-        """Record metrics of a round and write its completions; return its tokens on all ranks."""
+    def add(self, mode: Mode, completed: Round) -> int:
+        """Record the metrics of a round and write its completions; all ranks call this.
+
+        Returns the number of tokens of prompts and completions of all ranks.
+        """
         store = self._metrics[mode]
-        lengths = found.generations.policy_token_counts()
-        stopped = [reason == "stop" for reason in found.generations.finish_reasons]
-        rows = zip(lengths, stopped, map(len, found.prompts.token_ids), strict=True)
-        counts = self._ranks.gather(torch.tensor(list(map(list, rows)))).cpu()
-        record_lengths(store, counts[:, 0], counts[:, 1].bool())
-        record_rewards(store, found.table)
-        record_tools(store, found.generations.tool_call_counts)
-        ranks = self._ranks.gather_objects_on_rank_0(found.records(self._ranks.rank))
+        generations = completed.generations
+        rows = zip(
+            generations.policy_token_counts(),
+            [reason == "stop" for reason in generations.finish_reasons],
+            map(len, completed.prompts.token_ids),
+            strict=True,
+        )
+        local = torch.tensor([list(row) for row in rows])
+        lengths, stopped, prompt_lengths = self._ranks.gather(local).cpu().unbind(1)
+        record_lengths(store, lengths, stopped.bool())
+        record_rewards(store, completed.table)
+        record_tools(store, generations.tool_call_counts)
+        all_ranks = self._ranks.gather_objects_on_rank_0(completed.records(self._ranks.rank))
         if self._ranks.rank == 0:
-            self._latest[mode] = [record for records in ranks for record in records]
+            self._latest[mode] = [record for records in all_ranks for record in records]
             self._files[mode].add(self._latest[mode])
-        return int(counts[:, 0].sum() + counts[:, 2].sum())
+        return int(lengths.sum() + prompt_lengths.sum())
 
     def take(self, mode: Mode) -> list[dict[str, Any]]:
         """Return the records of the latest round not yet taken; none on ranks other than 0."""
         return self._latest.pop(mode, [])
 
     def restart(self, step: int) -> None:
-        """Drop what a run that went further than `step` wrote, so no completion is there twice."""
+        """Drop the records after `step`, which a resumed run writes again."""
         if self._ranks.rank == 0:
-            # The evaluation of a step comes before its checkpoint, its training rounds after.
+            # The evaluation of a step is written before its checkpoint, its training rounds after.
             self._files["train"].drop_after(step - 1)
             self._files["eval"].drop_after(step)
 
 
 def print_table(records: list[dict[str, Any]], step: int, count: int | None) -> None:
-    """Print records with their rewards, `count` of them drawn at random, if rich is installed."""
+    """Print records with their rewards if rich is installed: all, or `count` random ones."""
     if count is not None and count < len(records):
         chosen = random.Random(step).sample(range(len(records)), max(count, 0))
         records = [records[i] for i in sorted(chosen)]
@@ -122,16 +133,16 @@ def print_table(records: list[dict[str, Any]], step: int, count: int | None) -> 
         return
     names = ("rich.table", "rich.text", "rich.console")
     table, text, console = (require(name, "log_completions") for name in names)
-    shown = table.Table(title=f"Step {step}", show_lines=True, expand=True)
+    printed = table.Table(title=f"Step {step}", show_lines=True, expand=True)
     columns, rows = tracker_rows(records, unique_prompts=False)
     for name in columns[1:]:
-        shown.add_column(name, overflow="fold")
+        printed.add_column(name, overflow="fold")
     for _, prompt, completion, *values in rows:
-        shown.add_row(text.Text(prompt), text.Text(completion), *map(_cell, values))
-    console.Console().print(shown)
+        printed.add_row(text.Text(prompt), text.Text(completion), *map(_cell, values))
+    console.Console().print(printed)
 
 
-def _cell(value: Any) -> str:
+def _cell(value: object) -> str:
     if value is None:
         return "-"
     return format_fixed(value, 2) if isinstance(value, float) else str(value)
@@ -156,7 +167,7 @@ def tracker_rows(
 
 
 def log_table(report_to: list[str], columns: list[str], rows: list[list[Any]]) -> None:
-    """Send a table `completions` to the running ones of wandb and trackio in `report_to`."""
+    """Send a table `completions` to wandb and trackio, if `report_to` has them and they run."""
     if not rows:
         return
     running = {name: sys.modules.get(name) for name in ("wandb", "trackio") if name in report_to}

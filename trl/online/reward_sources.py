@@ -23,19 +23,20 @@ from ..models.loading import load_config
 from ..models.unwrap import causal_model, score_layer
 from ..sources import check_model_name, is_cached, why_not_on_hub
 from ..suggestions import did_you_mean
+from ..types import RewardFunc
 
 TRAINED = (
     "Use a model that was trained to give rewards: a sequence classifier with one label "
     "(AutoModelForSequenceClassification)."
 )
 REWARDS = {0: (1.0, 0.0), 1: (0.0, 1.0), -1: (None, None)}  # of a pair, by the judge's decision
-# What of the policy's loading options also makes sense for a reward model.
+# Loading options of the policy that reward models share.
 SHARED_INIT_OPTIONS = ("dtype", "device_map", "trust_remote_code")
 
 
 @dataclass(frozen=True)
 class FunctionReward:
-    """A user's callable: one column of the reward table."""
+    """A callable of the user, whose rewards are a column of the reward table."""
 
     name: str  # of the column
     function: Callable[..., Any]  # returns one reward for each row
@@ -44,7 +45,7 @@ class FunctionReward:
 
 @dataclass(frozen=True)
 class ModelReward:
-    """A sequence classifier: its score of prompt and completion, read at the last token."""
+    """A sequence classifier, whose reward is its score at the last token of a completion."""
 
     name: str  # of the column
     model: nn.Module  # whole on every rank
@@ -61,32 +62,36 @@ class ModelReward:
     ) -> list[float]:
         """Score each completion with its prompt, strings or messages, in one forward pass."""
         rows = zip(prompts, completions, template_kwargs or [None] * len(prompts), strict=True)
-        known = self.template_kwargs
-        texts = [self._text(prompt, text, known | (more or {})) for prompt, text, more in rows]
+        texts = [
+            self._text(prompt, completion, self.template_kwargs | (row_kwargs or {}))
+            for prompt, completion, row_kwargs in rows
+        ]
         inputs = self.tokenizer(
             texts, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False
         )
         device = next(self.model.parameters()).device
-        ids, mask = inputs["input_ids"].to(device), inputs["attention_mask"].to(device)
+        ids = inputs["input_ids"].to(device)
+        mask = inputs["attention_mask"].to(device)
         layer = score_layer(self.model)
         if layer is None:
             logits = self.model(input_ids=ids, attention_mask=mask).logits
         else:
             states = causal_model(self.model).base_model(input_ids=ids, attention_mask=mask)[0]
-            # The model itself looks for padding by its id, which may also end the text.
+            # The model would take a text's last token for padding if it is the padding token.
             logits = layer(states[torch.arange(len(ids)), (mask.sum(1) - 1).clamp(min=0)])
         return logits[:, 0].float().tolist()
 
     def _text(self, prompt: Any, completion: Any, template_kwargs: dict[str, Any]) -> str:
-        from ..data.encode import TextEncoder  # which conversations alone need
+        """Make one text of a prompt and its completion: strings, or lists of messages."""
+        from ..data.encode import TextEncoder  # only conversations need it
 
         if isinstance(prompt, str):
             return prompt + completion
         messages = [*prompt, *completion]
         if prompt and completion and prompt[-1]["role"] == completion[0]["role"]:
-            # The prompt began a reply that the completion goes on with.
-            begun = text_of_parts(prompt[-1]["content"]) + (completion[0]["content"] or "")
-            messages = [*prompt[:-1], completion[0] | {"content": begun}, *completion[1:]]
+            # The completion continues the last message of the prompt.
+            content = text_of_parts(prompt[-1]["content"]) + (completion[0]["content"] or "")
+            messages = [*prompt[:-1], completion[0] | {"content": content}, *completion[1:]]
         return TextEncoder(self.tokenizer).render_all([messages], [template_kwargs])[0]
 
 
@@ -94,48 +99,57 @@ RewardSource = FunctionReward | ModelReward
 
 
 def resolve_rewards(
-    reward_funcs: Any,
-    processing_classes: Any = None,
+    reward_funcs: RewardFunc | Sequence[RewardFunc] | None,
+    processing_classes: PreTrainedTokenizerBase
+    | Sequence[PreTrainedTokenizerBase | None]
+    | None = None,
     *,
     model_init_kwargs: dict[str, Any] | None = None,
     template_kwargs: Any = None,
     trust_remote_code: bool = False,
     of_environments: Sequence[Callable[..., Any]] = (),
 ) -> tuple[RewardSource, ...]:
-    """Resolve once what each reward is, under unique names. Nothing given is modified.
+    """Load the reward models, and give rewards unique names. No argument is modified.
 
-    Models among `reward_funcs` take their tokenizers from `processing_classes`; those given by name
-    take some of the policy's loading options. Functions `of_environments` weigh 1.
+    Models among `reward_funcs` take their tokenizers from `processing_classes`. Models given by
+    name are loaded with some options of the policy: those of `model_init_kwargs` in
+    `SHARED_INIT_OPTIONS`. Functions `of_environments` have weight 1.
     """
     functions = _listed(reward_funcs)
     if not functions and not of_environments:
         raise ValueError("reward_funcs is empty: give at least one reward function or model.")
     tokenizers = _tokenizers(processing_classes, len(functions))
-    given = model_init_kwargs or {}
-    options = {name: given[name] for name in SHARED_INIT_OPTIONS if name in given}
+    policy_options = model_init_kwargs or {}
+    options = {name: policy_options[name] for name in SHARED_INIT_OPTIONS if name in policy_options}
     options.setdefault("trust_remote_code", trust_remote_code)
-    found: dict[str, RewardSource] = {}
-    for place, function in enumerate([*functions, *of_environments]):
-        name, number = _name(function, place), 1
-        while name in found:
+    sources: dict[str, RewardSource] = {}
+    for index, function in enumerate([*functions, *of_environments]):
+        name = _name(function, index)
+        number = 1
+        while name in sources:
             number += 1
-            name = f"{_name(function, place)}_{number}"
+            name = f"{_name(function, index)}_{number}"
         if isinstance(function, (str, nn.Module)):
-            model, tokenizer = _model(name, function, tokenizers[place], options)
-            found[name] = ModelReward(name, model, tokenizer, template_kwargs or {})
+            model, tokenizer = _model(name, function, tokenizers[index], options)
+            sources[name] = ModelReward(name, model, tokenizer, template_kwargs or {})
         else:
-            found[name] = FunctionReward(name, function, None if place < len(functions) else 1.0)
-    return tuple(found.values())
+            weight = None if index < len(functions) else 1.0
+            sources[name] = FunctionReward(name, function, weight)
+    return tuple(sources.values())
 
 
-def _listed(given: Any) -> list[Any]:
-    if given is None:
+def _listed(values: object) -> list[Any]:
+    """Return a list or tuple as a list, None as an empty one, another value as its only entry."""
+    if values is None:
         return []
-    return list(given) if isinstance(given, (list, tuple)) else [given]
+    return list(values) if isinstance(values, (list, tuple)) else [values]
 
 
-def _tokenizers(given: Any, count: int) -> list[Any]:
-    tokenizers = [None] * count if given is None else _listed(given)
+def _tokenizers(processing_classes: object, count: int) -> list[PreTrainedTokenizerBase | None]:
+    """Return the tokenizer of each reward; None for functions, and for models that bring theirs."""
+    if processing_classes is None:
+        return [None] * count
+    tokenizers = _listed(processing_classes)
     if len(tokenizers) != count:
         raise ValueError(
             f"reward_processing_classes has length {len(tokenizers)}, and reward_funcs has length "
@@ -144,7 +158,8 @@ def _tokenizers(given: Any, count: int) -> list[Any]:
     return tokenizers
 
 
-def _name(function: Any, place: int) -> str:
+def _name(function: object, index: int) -> str:
+    """Return the name of a reward: of the function, or the last part of a model's path."""
     if isinstance(function, (str, nn.Module)):
         path = function if isinstance(function, str) else _path(function)
         return (path or type(function).__name__).rstrip("/").split("/")[-1]
@@ -152,7 +167,7 @@ def _name(function: Any, place: int) -> str:
         function = function.func
     if not callable(function):
         raise TypeError(
-            f"reward_funcs[{place}] is {function!r:.60}: it must be callable, a model, or the "
+            f"reward_funcs[{index}] is {function!r:.60}: it must be callable, a model, or the "
             "name of a model."
         )
     return getattr(function, "__name__", type(function).__name__)
@@ -163,33 +178,26 @@ def _path(model: nn.Module) -> str:
 
 
 def _model(
-    name: str, given: str | nn.Module, tokenizer: Any, options: dict[str, Any]
-) -> tuple[nn.Module, Any]:
-    """A reward model in evaluation mode, and its tokenizer, which can pad."""
-    model: Any = given
-    if isinstance(given, str):
-        _check_exists(given)
-        config = load_config(given, trust_remote_code=options["trust_remote_code"])
-        check_one_label(given, config)
-        with without_zero3_init():
-            model, info = AutoModelForSequenceClassification.from_pretrained(
-                given, num_labels=1, output_loading_info=True, **options
-            )
-        missing = sorted(info["missing_keys"])
-        if missing:
-            raise ValueError(
-                f"The reward model {given!r} has no weights for {', '.join(missing[:3])}: its "
-                f"rewards would be random. {TRAINED}"
-            )
-    elif isinstance(given, PreTrainedModel) and given.can_generate():
+    name: str,
+    model: str | nn.Module,
+    tokenizer: PreTrainedTokenizerBase | None,
+    options: dict[str, Any],
+) -> tuple[nn.Module, PreTrainedTokenizerBase]:
+    """Return a reward model in evaluation mode, and a tokenizer that can pad.
+
+    A model that is given by name is loaded with the `options`.
+    """
+    path = model if isinstance(model, str) else _path(model)
+    if isinstance(model, str):
+        model = _load(model, options)
+    elif isinstance(model, PreTrainedModel) and model.can_generate():
         raise TypeError(
-            f"reward_funcs: {name!r} is a {type(given).__name__}, which writes text and "
+            f"reward_funcs: {name!r} is a {type(model).__name__}, which writes text and "
             f"gives no reward. {TRAINED}"
         )
-    elif isinstance(given, PreTrainedModel):
-        check_one_label(name, given.config, [type(given).__name__])
+    elif isinstance(model, PreTrainedModel):
+        check_one_label(name, model.config, [type(model).__name__])
     if tokenizer is None:
-        path = given if isinstance(given, str) else _path(given)
         if not path:
             raise ValueError(
                 f"The reward model {name!r} does not say where it was loaded from: pass its "
@@ -205,8 +213,29 @@ def _model(
     return model.eval(), tokenizer
 
 
+def _load(path: str, options: dict[str, Any]) -> nn.Module:
+    """Load a sequence classifier, and check that all of its weights were trained."""
+    _check_exists(path)
+    config = load_config(path, trust_remote_code=options["trust_remote_code"])
+    check_one_label(path, config)
+    with without_zero3_init():
+        model, info = AutoModelForSequenceClassification.from_pretrained(
+            path, num_labels=1, output_loading_info=True, **options
+        )
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ValueError(
+            f"The reward model {path!r} has no weights for {', '.join(missing[:3])}: its "
+            f"rewards would be random. {TRAINED}"
+        )
+    return model
+
+
 def _check_exists(name: str) -> None:
-    """Ask the hub once for what is not here; loading would ask again and again for a minute."""
+    """Raise a ValueError if a model is neither on disk nor on the hub, which is asked once.
+
+    Loading it would ask the hub repeatedly, for about a minute.
+    """
     path = Path(name).expanduser()
     if path.exists() or is_cached(name):
         check_model_name(name)
@@ -214,8 +243,8 @@ def _check_exists(name: str) -> None:
     reason = why_not_on_hub(name) if "/" in name else "there is no such folder"
     if reason is None:
         return
-    beside = path.parent if path.parent.is_dir() else Path()
-    folders = [place.name for place in beside.glob("*/")]
+    parent = path.parent if path.parent.is_dir() else Path()
+    folders = [folder.name for folder in parent.glob("*/")]
     from .. import rewards  # loaded only to name them
 
     hint = did_you_mean(path.name, [*rewards.__all__, *folders])
@@ -229,7 +258,7 @@ class PairwiseJudge(Protocol):
     """Compares two completions of each prompt."""
 
     def judge(self, prompts: list[Any], completions: list[list[Any]]) -> Sequence[int]:
-        """Return the place of the better completion of each prompt: 0 or 1; -1: no decision.
+        """Return the index of the better completion of each prompt: 0 or 1; -1: no decision.
 
         Prompts, and two completions of each, are strings or lists of messages.
         """
@@ -237,7 +266,10 @@ class PairwiseJudge(Protocol):
 
 
 class JudgeReward:
-    """Gives 1 to the better of two neighbors and 0 to the other; None where neither is."""
+    """A reward function: 1 for the better completion of a pair, 0 for the other; None if undecided.
+
+    The completions of a pair are neighbors.
+    """
 
     __name__ = "judge"
 
@@ -247,14 +279,14 @@ class JudgeReward:
         self._judge = judge
 
     def __call__(
-        self, prompts: list[Any], completions: list[Any], **others: Any
+        self, prompts: list[Any], completions: list[Any], **columns: object
     ) -> list[float | None]:
-        """Reward completions, those of a prompt next to each other."""
+        """Reward completions; other columns of the dataset are not used."""
         pairs = [list(pair) for pair in zip(completions[::2], completions[1::2], strict=True)]
-        places = [int(place) for place in self._judge.judge(prompts[::2], pairs)]
-        if len(places) != len(pairs):
-            raise ValueError(f"the judge decided on {len(places)} of {len(pairs)} pairs")
-        for place in places:
-            if place not in REWARDS:
-                raise ValueError(f"the judge returned {place}; it must return 0, 1 or -1")
-        return [reward for place in places for reward in REWARDS[place]]
+        decisions = [int(decision) for decision in self._judge.judge(prompts[::2], pairs)]
+        if len(decisions) != len(pairs):
+            raise ValueError(f"the judge decided on {len(decisions)} of {len(pairs)} pairs")
+        for decision in decisions:
+            if decision not in REWARDS:
+                raise ValueError(f"the judge returned {decision}; it must return 0, 1 or -1")
+        return [reward for decision in decisions for reward in REWARDS[decision]]

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from threading import Timer
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -19,6 +19,9 @@ from ..number_format import pluralize
 from ..timed_calls import CallTimeout, Outcome, TimedCalls, copy_containers
 from ..types import RewardTable
 from .reward_sources import ModelReward, RewardSource
+
+if TYPE_CHECKING:
+    from transformers import TrainerState
 
 RESERVED = ("prompt", "completion", "completion_ids")
 NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -31,37 +34,39 @@ ARGUMENTS = (
     "log_extra",
     "log_metric",
 )
-SLOW_TRIAL = 30.0  # seconds after which a trial that goes on is named
+SLOW_TRIAL = 30.0  # seconds after which a message says that a trial is still running
 LARGEST = torch.finfo(torch.float32).max
-LogMetric = Callable[[str, float], None]
+LogMetric = Callable[[str, float], None]  # name and value
+# From a number of rows and a function that scores a range of them, to the scores of each range.
 InPieces = Callable[[int, Callable[[range], list[float]]], list[list[float]]]
 
 
 @dataclass(frozen=True)
 class RewardInputs:
-    """What reward functions receive about the B rows of this rank."""
+    """The arguments of reward functions for the B rows of this rank."""
 
     rows: Sequence[dict[str, Any]]  # of the dataset
-    completions: list[Any]
+    completions: list[Any]  # strings, or lists of messages
     completion_ids: list[list[int]]
-    trainer_state: Any
+    trainer_state: "TrainerState"
 
     def column(self, name: str) -> list[Any]:
-        """Return a column of the dataset; what a row lacks is None."""
+        """Return a column of the dataset; None for rows without it."""
         return [row.get(name) for row in self.rows]
 
     def keywords(self, columns: dict[str, list[Any]], log_metric: LogMetric) -> dict[str, Any]:
-        """Return copies, as keyword arguments of one reward function, which may change them.
+        """Return the keyword arguments of one reward function: copies, which it may change.
 
-        What the function adds by `log_extra` goes to `columns`.
+        The function's `log_extra(column, values)` adds to `columns`.
         """
 
         def log_extra(column: str, values: Sequence[Any]) -> None:
-            found, rows = list(values), len(self.completions)
-            if len(found) != rows:
-                words = f"got {pluralize(len(found), 'value')} for {pluralize(rows, 'completion')}"
-                raise ValueError(f"log_extra({column!r}) {words}")
-            columns[column] = found
+            entries = list(values)
+            if len(entries) != len(self.completions):
+                num_entries = pluralize(len(entries), "value")
+                num_rows = pluralize(len(self.completions), "completion")
+                raise ValueError(f"log_extra({column!r}) got {num_entries} for {num_rows}")
+            columns[column] = entries
 
         names = dict.fromkeys(name for row in self.rows for name in row if name not in RESERVED)
         return {name: copy_containers(self.column(name)) for name in names} | {
@@ -75,15 +80,15 @@ class RewardInputs:
 
 
 class RewardError(RuntimeError):
-    """A reward function failed or returned something other than a list of rewards."""
+    """A reward function failed, or did not return a list of rewards."""
 
 
 class RewardSuite:
     """All reward functions of a run, as `resolve_rewards` returned them.
 
-    `weights` are for those that have none themselves, and all 1 if they are None. A call may take
-    `timeout` seconds. `in_pieces` is given a number of rows and a function that scores some of
-    them by a model, and returns what this function returned, in the order of the rows.
+    `weights` are for the sources without a weight of their own; None: all are 1. A call may take
+    `timeout` seconds. `in_pieces(count, score)` lets reward models score `count` rows a few at a
+    time: it calls `score` with ranges of rows, and returns the results in their order.
     """
 
     def __init__(
@@ -103,8 +108,8 @@ class RewardSuite:
         if not all(map(math.isfinite, weights or ())):
             raise ValueError(f"reward_weights={weights} must be finite.")
         self.sources = tuple(sources)
-        given = iter([1.0] * len(names) if weights is None else weights)
-        self.weights = torch.tensor([s.weight or next(given) for s in sources])
+        option_weights = iter([1.0] * len(names) if weights is None else weights)
+        self.weights = torch.tensor([source.weight or next(option_weights) for source in sources])
         self._calls = TimedCalls(timeout)
         self._ranks = ranks
         self._in_pieces = in_pieces
@@ -121,8 +126,9 @@ class RewardSuite:
     ) -> tuple[RewardTable, dict[str, list[Any]]]:
         """Score the B rows of this rank, `group_size` of each prompt, and gather all rewards.
 
-        Returns the table of all N rows, and the columns that functions added by `log_extra(column,
-        values)`, B values each. Raises `RewardError` if a function failed, `RankError` elsewhere.
+        Returns the table of all N rows, and the columns that functions added with
+        `log_extra(column, values)`, B values each. If a function fails, its rank raises
+        `RewardError`, and the other ranks `RankError`.
         """
         extras: dict[str, list[Any]] = {}
         with self._ranks.fail_together("rewards"):
@@ -148,18 +154,24 @@ class RewardSuite:
         )
         return table, extras
 
-    def dry_run(self, row: dict[str, Any], trainer_state: Any, group_size: int = 1) -> None:
-        """Call every function on a group of one row and a placeholder; mistakes are ValueErrors."""
+    def dry_run(
+        self, row: dict[str, Any], trainer_state: "TrainerState", group_size: int = 1
+    ) -> None:
+        """Call every function on one row with placeholder completions; mistakes are ValueErrors."""
         text = "0"
-        is_plain = isinstance(row["prompt"], str)
-        completion = text if is_plain else [{"role": "assistant", "content": text}]
-        completions, ids = [completion] * group_size, [[0]] * group_size
-        inputs = RewardInputs([row] * group_size, completions, ids, trainer_state)
+        is_text = isinstance(row["prompt"], str)
+        completion = text if is_text else [{"role": "assistant", "content": text}]
+        inputs = RewardInputs(
+            rows=[row] * group_size,
+            completions=[completion] * group_size,
+            completion_ids=[[0]] * group_size,
+            trainer_state=trainer_state,
+        )
         for source in self.sources:
             if isinstance(source, ModelReward):
                 continue
-            words = f"The reward function {source.name!r} is still busy with a trial on row 0."
-            timer = Timer(SLOW_TRIAL, print, [words, "Set reward_timeout to limit it."])
+            message = f"The reward function {source.name!r} is still busy with a trial on row 0."
+            timer = Timer(SLOW_TRIAL, print, [message, "Set reward_timeout to limit it."])
             timer.daemon = True
             timer.start()
             try:
@@ -185,7 +197,7 @@ class RewardSuite:
         extras: dict[str, list[Any]],
         log_metric: LogMetric,
     ) -> list[list[float | None]]:
-        """Call models and then functions, and check what they return."""
+        """Call models and then functions, and return the checked rewards of each source."""
         added: dict[str, dict[str, list[Any]]] = {source.name: {} for source in sources}
         outcomes: dict[str, Outcome] = {}
         calls: dict[str, Callable[[], Any]] = {}
@@ -199,29 +211,30 @@ class RewardSuite:
                 calls[source.name] = partial(source.function, **keywords)
         outcomes |= zip(calls, self._calls([*calls.values()]), strict=True)
         rows = len(inputs.completions)
-        found = [_rewards(source.name, outcomes[source.name], rows) for source in sources]
-        # In the order of the sources: ranks must agree on the names.
+        rewards = [_rewards(source.name, outcomes[source.name], rows) for source in sources]
+        # In the order of the sources, so that all ranks have the same names.
         for name, columns in added.items():
             for column, values in columns.items():
                 extras[f"{name}/{column}" if column in extras else column] = values
-        return found
+        return rewards
 
     def _scored(self, source: ModelReward, inputs: RewardInputs) -> list[float]:
         count = len(inputs.completions)
-        prompts, options = inputs.column("prompt"), inputs.column("chat_template_kwargs")
+        prompts = inputs.column("prompt")
+        template_kwargs = inputs.column("chat_template_kwargs")
 
         def score(rows: range) -> list[float]:
-            part = slice(rows.start, rows.stop)
-            return source.score(prompts[part], inputs.completions[part], options[part])
+            chunk = slice(rows.start, rows.stop)
+            return source.score(prompts[chunk], inputs.completions[chunk], template_kwargs[chunk])
 
-        return [reward for piece in self._in_pieces(count, score) for reward in piece]
+        return [reward for rewards in self._in_pieces(count, score) for reward in rewards]
 
 
 def _argument_problem(function: Callable[..., Any], keywords: Mapping[str, Any]) -> str | None:
-    """Say which arguments a reward function lacks, or which it needs and does not get."""
+    """Return an error text if a reward function cannot be called with these arguments."""
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some functions that are not written in Python
+    except (TypeError, ValueError):  # some functions of C extensions have no signature
         return None
     with suppress(TypeError):
         signature.bind(**keywords)
@@ -237,7 +250,9 @@ def _argument_problem(function: Callable[..., Any], keywords: Mapping[str, Any])
 
 
 def _unexpected(arguments: Sequence[str]) -> str:
-    names = ", ".join(map(repr, arguments[:3])) + (", ..." if len(arguments) > 3 else "")
+    names = ", ".join(map(repr, arguments[:3]))
+    if len(arguments) > 3:
+        names += ", ..."
     return (
         f"does not accept {names}: functions get all columns and more by name. Add **kwargs to its "
         "arguments"
@@ -248,12 +263,12 @@ def _missing_column(name: str, columns: Sequence[str]) -> str:
     nearest = difflib.get_close_matches(name, columns, n=1)
     if nearest:
         return f"needs the column {name!r}, which the dataset lacks; the nearest is {nearest[0]!r}"
-    there = f"it has {', '.join(map(repr, columns))}" if columns else "it has prompts alone"
-    return f"needs the column {name!r}, which the dataset lacks; {there}"
+    present = f"it has {', '.join(map(repr, columns))}" if columns else "it has prompts alone"
+    return f"needs the column {name!r}, which the dataset lacks; {present}"
 
 
 def _rewards(name: str, outcome: Outcome, rows: int) -> list[float | None]:
-    """One number or None for each row, or the `RewardError` that says what is wrong."""
+    """Return a number or None for each row; a `RewardError` says what is wrong with the outcome."""
     if isinstance(outcome.failure, CallTimeout):
         raise _error(name, f"{outcome.error_text} (reward_timeout)") from outcome.failure
     if outcome.failure is not None:
@@ -262,13 +277,13 @@ def _rewards(name: str, outcome: Outcome, rows: int) -> list[float | None]:
     if hasattr(values, "tolist"):  # tensors and arrays
         values = values.tolist()
     if not isinstance(values, (list, tuple)):
-        kind = type(values).__name__
-        raise _error(
-            name, f"returned a {kind}; it must return a list of {pluralize(rows, 'number')}"
-        )
+        returned = type(values).__name__
+        expected = pluralize(rows, "number")
+        raise _error(name, f"returned a {returned}; it must return a list of {expected}")
     if len(values) != rows:
-        given, wanted = pluralize(len(values), "reward"), pluralize(rows, "completion")
-        raise _error(name, f"returned {given} for {wanted}")
+        num_rewards = pluralize(len(values), "reward")
+        num_rows = pluralize(rows, "completion")
+        raise _error(name, f"returned {num_rewards} for {num_rows}")
     return [_number(name, row, value) for row, value in enumerate(values)]
 
 
@@ -285,5 +300,5 @@ def _number(name: str, row: int, value: Any) -> float | None:
     return float(number)
 
 
-def _error(name: str, words: str) -> RewardError:
-    return RewardError(f"The reward function {name!r} {words}.")
+def _error(name: str, problem: str) -> RewardError:
+    return RewardError(f"The reward function {name!r} {problem}.")
