@@ -1,1 +1,1 @@
-"""The skeleton of trainers that learn from the examples of a dataset."""
+"""What trainers that learn from the examples of a dataset share."""

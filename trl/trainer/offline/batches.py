@@ -1,4 +1,4 @@
-"""Prepared preferences, and predictions by row."""
+"""Prepares preference datasets, and collects the values that `predict` returns."""
 
 import warnings
 from collections import defaultdict
@@ -40,14 +40,14 @@ def prepare_answers(
 
 
 class Predictions:
-    """Values of answers, collected by the row of the dataset that they are of."""
+    """Collects values of answers by the dataset row of their prompt."""
 
     def __init__(self) -> None:
-        # Of each group: its row, whether its answer is undesirable, and values by name.
+        # For each group: its row, whether its answer is undesirable, and values by name.
         self._groups: list[tuple[int, bool, dict[str, list[float]]]] = []
 
     def add(self, batch: Batch, values: Mapping[str, Tensor]) -> None:
-        """Take values (G, K) of the answers of a batch, by name."""
+        """Add values (G, K) of the answers of a batch, by name."""
         columns = {name: column.detach().tolist() for name, column in values.items()}
         undesirable = [False] * len(batch.groups)
         if "label" in batch.columns:
@@ -55,21 +55,21 @@ class Predictions:
         for index, group in enumerate(batch.groups):
             if not group.is_filler:
                 count = len(group.branches)
-                of_group = {name: column[index][:count] for name, column in columns.items()}
-                self._groups.append((group.row, undesirable[index], of_group))
+                group_values = {name: column[index][:count] for name, column in columns.items()}
+                self._groups.append((group.row, undesirable[index], group_values))
 
     def table(self, ranks: Ranks, rows: int | None) -> dict[str, np.ndarray]:
-        """All values (rows, K) by name; NaN for rows that were left out, and missing answers.
+        """Return the values (rows, K) of all ranks by name; NaN for missing rows and answers.
 
-        Each of the `ranks` has a share. `rows` are those of the dataset; None: all that are known.
+        `rows` is the number of rows of the dataset; None: one more than the highest row added.
         """
-        shares = ranks.gather_objects(self._groups)[:: ranks.per_row]
+        rank_groups = ranks.gather_objects(self._groups)[:: ranks.per_row]
+        groups = sorted(chain(*rank_groups), key=itemgetter(0, 1))  # desirable answers first
         columns: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-        # The desirable answer of a pair first.
-        for source, _, of_group in sorted(chain(*shares), key=itemgetter(0, 1)):
-            for name, numbers in of_group.items():
-                columns[name][source] += numbers
-        count = rows or max((source + 1 for source, *_ in chain(*shares)), default=0)
+        for row, _, group_values in groups:
+            for name, numbers in group_values.items():
+                columns[name][row] += numbers
+        count = rows or max((row + 1 for row, *_ in groups), default=0)
         return {
             name: pad_ragged([by_row[row] for row in range(count)], np.nan).numpy()
             for name, by_row in columns.items()

@@ -1,7 +1,7 @@
 """Options shared by every trainer that learns from the examples of a dataset."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -30,7 +30,7 @@ UNSUPPORTED = {
 
 
 def check_unsupported(arguments: Mapping[str, object]) -> None:
-    """Refuse arguments of a constructor, by name, that cannot be used; None is no argument."""
+    """Raise a ValueError if one of these arguments of a constructor, by name, is not None."""
     for name, value in arguments.items():
         if value is not None:
             raise ValueError(f"{name} cannot be used: {UNSUPPORTED[name]}. Leave it out.")
@@ -90,7 +90,7 @@ class OfflineConfig(BaseConfig):
 
     @property
     def piece_tokens(self) -> int:
-        """As in `BaseConfig`; None stands for a default that depends on the device."""
+        """Maximum tokens of a chunk, see `BaseConfig`; the default depends on the device."""
         if self.max_tokens_per_piece is not None:
             return self.max_tokens_per_piece
         return self.piece_on_cpu if self.device.type == "cpu" else PIECE_ON_ACCELERATOR
@@ -101,7 +101,7 @@ class OfflineConfig(BaseConfig):
 
     @property
     def order_seed(self) -> int | None:
-        """The seed of the order of rows; None: as they stand in the dataset."""
+        """Seed of the order of rows; None: the order of the dataset."""
         is_fixed = self.train_sampling_strategy == "sequential" and not self.shuffle_dataset
         return None if is_fixed else self.seed
 
@@ -169,15 +169,21 @@ class PreferenceConfig(ReferenceOptions, OfflineConfig):
 
     @property
     def limits(self) -> PreferenceLimits:
-        return PreferenceLimits(**{x.name: getattr(self, x.name) for x in fields(PreferenceLimits)})
+        """The maximum lengths of prompts and answers."""
+        return PreferenceLimits(
+            max_length=self.max_length,
+            max_prompt_length=self.max_prompt_length,
+            max_completion_length=self.max_completion_length,
+            truncation_mode=self.truncation_mode,
+        )
 
 
 def set_template(
     model: nn.Module | None, tokenizer: PreTrainedTokenizerBase, args: OfflineConfig
 ) -> None:
-    """Give model and tokenizer what `chat_template_path`, `eos_token` and `pad_token` ask for.
+    """Apply `chat_template_path`, `eos_token` and `pad_token` to a tokenizer and its model, if any.
 
-    Without a model, it is only for a tokenizer. A token that it does not know is an error.
+    A token that is not in the tokenizer's vocabulary is a ValueError.
     """
     if (path := args.chat_template_path) is not None:
         if Path(path).suffix in (".jinja", ".j2"):
@@ -190,21 +196,28 @@ def set_template(
                 take_template(tokenizer, path)
             else:
                 clone_chat_template(model, tokenizer, path)
-    for name, token in (("eos_token", args.eos_token), ("pad_token", args.pad_token)):
-        if token is None:
-            continue
-        if token not in tokenizer.get_vocab():
-            raise ValueError(
-                f"{name}={token!r} is not in the tokenizer's vocabulary. Its own is "
-                f"{getattr(tokenizer, name)!r}."
-            )
-        setattr(tokenizer, name, token)
+    if args.eos_token is not None:
+        _check_token("eos_token", args.eos_token, tokenizer.eos_token, tokenizer)
+        tokenizer.eos_token = args.eos_token
+    if args.pad_token is not None:
+        _check_token("pad_token", args.pad_token, tokenizer.pad_token, tokenizer)
+        tokenizer.pad_token = args.pad_token
     if args.eos_token is not None and model is not None:
         end_with(model, tokenizer.eos_token_id)
 
 
+def _check_token(
+    option_name: str, token: str, current: str | None, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Raise a ValueError if a token is not in the vocabulary."""
+    if token not in tokenizer.get_vocab():
+        raise ValueError(
+            f"{option_name}={token!r} is not in the tokenizer's vocabulary. Its own is {current!r}."
+        )
+
+
 def _check_template_source(name: str) -> None:
-    """Refuse what is neither a folder nor on the hub, which is asked once."""
+    """Raise an error if a model is neither a folder nor on the hub, which is asked once."""
     if Path(name).is_dir() or is_cached(name):
         return
     if Path(name).is_file():

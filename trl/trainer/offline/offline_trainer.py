@@ -1,17 +1,17 @@
-"""One training step for every trainer that learns from the examples of a dataset."""
+"""The trainer that SFT, DPO, KTO and reward modelling share: data, steps and evaluation."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 from accelerate import ParallelismConfig
 from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import PreTrainedTokenizerBase, TrainerCallback
+from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
 
 from ...algorithms.base import LossTerms
 from ...batch import Batch, Step, with_totals
@@ -23,7 +23,7 @@ from ...data.streams import MicroBatchStream, PreparedStream
 from ...models.loading import model_bounds
 from ...models.logit_metrics import LogitMetrics
 from ...models.scorer import Reader, TokenReader
-from ...types import Mode
+from ...types import Mode, TokenScores
 from ..attributes import COMMON_PROPERTIES, OFFLINE_OPTIONS, add_trl_properties
 from ..base.base_trainer import BaseTrainer
 from ..base.policy import (
@@ -37,14 +37,19 @@ from ..uncalled import OFFLINE
 from .batches import Predictions
 from .offline_config import OfflineConfig, check_unsupported, set_template
 
-BUFFERED = 10_000  # rows of a stream that is shuffled
+if TYPE_CHECKING:
+    from peft import PeftConfig
+    from transformers.utils.quantization_config import QuantizationConfigMixin
+
+RawDataset: TypeAlias = Dataset | IterableDataset
+BUFFERED = 10_000  # rows of the buffer in which a stream is shuffled
 
 
 @add_trl_properties(OFFLINE_OPTIONS, COMMON_PROPERTIES)
 class OfflineTrainer(BaseTrainer):
-    """The skeleton: preparing datasets, micro-batches, totals of a step, evaluation.
+    """Prepares datasets, makes micro-batches, computes the totals of a step, and evaluates.
 
-    The options of a subclass make its `Algorithm`; it says how datasets are prepared.
+    A subclass defines how datasets are prepared; its options make its `Algorithm`.
 
     Arguments are those of `transformers.Trainer`; `eval_dataset` may be a dictionary of datasets,
     the tokenizer is by default that of the model, and `data_collator`, `compute_metrics`,
@@ -55,28 +60,28 @@ class OfflineTrainer(BaseTrainer):
 
     config_class: ClassVar[type[OfflineConfig]]
     uncalled_methods = OFFLINE
-    _order: MicroBatchSampler | MicroBatchStream | None = None  # of what is trained on
-    _reader: RowReader | None = None  # of what is trained on, unless it is a stream
-    _predictions: Predictions | None = None  # while there is something to predict
+    _order: MicroBatchSampler | MicroBatchStream | None = None  # of the training set
+    _reader: RowReader | None = None  # of the training set; None for a stream
+    _predictions: Predictions | None = None  # while `predict` runs
     _tokens: Tensor | int = 0  # of the update that is being computed, on all ranks
 
     def __init__(
         self,
         model: str | nn.Module,
-        args: Any = None,
-        data_collator: Any = None,
-        train_dataset: Dataset | IterableDataset | None = None,
-        eval_dataset: Any = None,
+        args: TrainingArguments | None = None,
+        data_collator: None = None,
+        train_dataset: RawDataset | PreparedStream | None = None,
+        eval_dataset: RawDataset | PreparedStream | Mapping[str, RawDataset] | None = None,
         processing_class: PreTrainedTokenizerBase | None = None,
         compute_metrics: Callable[..., Any] | None = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
         optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
-        preprocess_logits_for_metrics: Any = None,
-        quantization_config: Any = None,
-        peft_config: Any = None,
+        preprocess_logits_for_metrics: None = None,
+        quantization_config: "QuantizationConfigMixin | None" = None,
+        peft_config: "PeftConfig | None" = None,
         *,
-        compute_loss_func: Any = None,
+        compute_loss_func: None = None,
         logit_metrics: LogitMetrics | None = None,
     ):
         self._logit_metrics = logit_metrics
@@ -119,14 +124,14 @@ class OfflineTrainer(BaseTrainer):
             self._divide_rows()
 
     def _divide_rows(self) -> None:
-        """Let several ranks score each row together."""
+        """Prepare the scorer for rows whose tokens are divided among ranks."""
         from ...models.context_parallel import ContextParallel, check_divisible
 
         check_divisible(self.model, self.ranks.per_row, self.args.max_length)
         self.scorer.context = ContextParallel(self.ranks.row_group())
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Make the accelerator; with `sp_size`, ranks of one row are ordinary ones to it.
+        """Make the accelerator; with `sp_size`, it does not know that ranks share rows.
 
         DeepSpeed's own attention would drop the masks that keep the documents of a row apart.
         """
@@ -138,20 +143,24 @@ class OfflineTrainer(BaseTrainer):
         self.args.parallelism_config = parallelism_config
 
     def get_cp_size(self) -> int:
-        """Ranks that have the same rows, for `transformers` to count the rows of an update."""
+        """Return how many ranks share each row, by which transformers divides rows."""
         return self.ranks.per_row
 
-    # --- What a subclass says ---
+    # --- Methods that a subclass may override ---
 
     def may_log_own_metrics(self) -> bool:
-        """Whether there are functions of logits, or others."""
+        """Return whether functions of the user may log metrics, such as `compute_metrics`."""
         return self._logit_metrics is not None or super().may_log_own_metrics()
 
-    def adapt(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, args: Any) -> None:
+    def adapt(
+        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, args: OfflineConfig
+    ) -> None:
         """Check a model, and change it and its tokenizer, before an adapter is added."""
         set_template(model, tokenizer, args)
 
-    def prepare_dataset(self, dataset: Any, encoder: TextEncoder, args: Any, mode: Mode) -> Any:
+    def prepare_dataset(
+        self, dataset: RawDataset, encoder: TextEncoder, args: OfflineConfig, mode: Mode
+    ) -> Dataset | PreparedStream:
         """Turn a dataset into a prepared one, or a stream into a `PreparedStream`.
 
         The trainer is not set up yet when its own datasets are prepared.
@@ -167,11 +176,11 @@ class OfflineTrainer(BaseTrainer):
         )
 
     def reader(self, model: nn.Module) -> Reader:
-        """Make what reads hidden states, for ranks to agree on the layout of rows."""
+        """Return the reader of hidden states with which ranks agree on the layout of rows."""
         return self.scorer.token_reader(model)
 
     def token_reader(self, model: nn.Module, mode: Mode) -> TokenReader:
-        """Make what reads log-probabilities, and where they are logged entropies and statistics."""
+        """Return a reader of log-probabilities; of entropies and statistics if they are logged."""
         needs = self.algorithm.needs
         is_logged = self.logs_next(mode)
         statistic = needs.statistic
@@ -180,9 +189,9 @@ class OfflineTrainer(BaseTrainer):
         return self.scorer.token_reader(model, with_entropy=is_logged, statistic=statistic)
 
     def score(self, model: nn.Module, batch: Batch) -> tuple[Batch, Any]:
-        """Score a chunk with gradient: the chunk, which may get columns, and what its loss reads.
+        """Score a chunk with gradient: return the chunk, with more columns, and its scores.
 
-        An evaluation batch is scored without gradient, as a whole.
+        An evaluation batch is scored as a whole, without gradient.
         """
         reader = self.token_reader(model, batch.mode)
         readers: list[Reader] = [reader]
@@ -202,12 +211,17 @@ class OfflineTrainer(BaseTrainer):
         return batch.num_tokens
 
     def pack_size(self, mode: Mode) -> int | None:
-        """Tokens of a pack of items that counts as one row of a micro-batch; None: no packs."""
+        """Return the tokens of a pack, which counts as a row of a micro-batch; None: no packing."""
         return None
 
     # --- Data ---
 
-    def _prepared(self, dataset: Any, args: OfflineConfig, mode: Mode = "eval") -> Any:
+    def _prepared(
+        self,
+        dataset: RawDataset | PreparedStream | Mapping[str, RawDataset] | None,
+        args: OfflineConfig,
+        mode: Mode = "eval",
+    ) -> Any:
         """Prepare a dataset, or a dictionary of evaluation sets."""
         if isinstance(dataset, Mapping):
             return {name: self._prepared(value, args) for name, value in dataset.items()} or None
@@ -219,32 +233,38 @@ class OfflineTrainer(BaseTrainer):
             return prepared.shuffled(args.seed, BUFFERED)
         return prepared
 
-    def _loader(self, dataset: Any, mode: Mode) -> tuple[DataLoader[Any], Any]:
+    def _loader(
+        self, dataset: Dataset | PreparedStream, mode: Mode
+    ) -> tuple[DataLoader[Any], MicroBatchSampler | MicroBatchStream]:
+        """Return a loader of micro-batches, and the object that orders its rows."""
         args = self.args
-        place = self.ranks.data_shard
+        shard = self.ranks.data_shard
         is_training = mode == "train"
         rows = args.per_device_train_batch_size if is_training else args.per_device_eval_batch_size
         limits = rows, args.max_tokens_per_micro_batch, self.pack_size(mode)
-        shared = {"collate_fn": self.collate, "pin_memory": args.dataloader_pin_memory}
-        if count := args.dataloader_num_workers:
-            shared |= {"num_workers": count, "prefetch_factor": args.dataloader_prefetch_factor}
-            shared["persistent_workers"] = args.dataloader_persistent_workers
+        options = {"collate_fn": self.collate, "pin_memory": args.dataloader_pin_memory}
+        if args.dataloader_num_workers:
+            options["num_workers"] = args.dataloader_num_workers
+            options["prefetch_factor"] = args.dataloader_prefetch_factor
+            options["persistent_workers"] = args.dataloader_persistent_workers
         if isinstance(dataset, PreparedStream):
-            stream = MicroBatchStream(dataset, limits, place)
-            return DataLoader(stream, batch_size=None, **shared), stream
+            stream = MicroBatchStream(dataset, limits, shard)
+            return DataLoader(stream, batch_size=None, **options), stream
         seed = args.order_seed if is_training else None
-        order = MicroBatchSampler(token_counts(dataset), *limits, seed, place)
+        order = MicroBatchSampler(token_counts(dataset), *limits, seed, shard)
         reader = RowReader(dataset)
         if is_training:
             self._reader = reader
-        return DataLoader(reader, batch_sampler=order, **shared), order
+        return DataLoader(reader, batch_sampler=order, **options), order
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return a loader of this rank's micro-batches."""
         loader, self._order = self._loader(self.train_dataset, "train")
         return loader
 
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
+    def get_eval_dataloader(
+        self, eval_dataset: str | RawDataset | PreparedStream | None = None
+    ) -> DataLoader[Any]:
         """Return a loader of this rank's micro-batches of an evaluation set, raw or prepared."""
         if isinstance(eval_dataset, str):
             eval_dataset = self.eval_dataset[eval_dataset]
@@ -260,7 +280,7 @@ class OfflineTrainer(BaseTrainer):
     get_test_dataloader = get_eval_dataloader  # of `predict`
 
     def stored_rows(self) -> Any:
-        """What is read of a stream, or encoded by a lazy dataset; see `CheckpointedTrainer`."""
+        """Return the rows that a stream reads or a lazy dataset encodes, for checkpoints."""
         dataset = self.train_dataset
         return dataset.rows if isinstance(dataset, PreparedStream) else raw_rows(dataset)
 
@@ -271,13 +291,14 @@ class OfflineTrainer(BaseTrainer):
             self._reader.read_from(dataset)
 
     def begin_epoch(self) -> None:
+        """Use the order of the epoch that begins."""
         if self._order is not None:
             self._order.set_epoch(self.data_position.epoch)
 
     # --- One training step ---
 
     def take_step(self, inputs: list[Batch], mode: Mode) -> list[Batch]:
-        """Annotate the micro-batches of an optimizer step, and let them know its totals."""
+        """Give the micro-batches of an optimizer step their totals and their columns."""
         self._agree_on(max(inputs, key=lambda batch: max(batch.rows.lengths)))
         if mode == "train":
             tokens = torch.tensor(sum(self.num_tokens(batch) for batch in inputs))
@@ -287,13 +308,13 @@ class OfflineTrainer(BaseTrainer):
         return self.credit(self.annotate(step)).batches
 
     def _agree_on(self, batch: Batch, model: nn.Module | None = None) -> None:
-        """Let all ranks decide together in which layout rows up to this length are scored."""
+        """Choose the layout for rows up to this length together; all ranks call this."""
         if self.ranks.count > 1:
             with self.accelerator.autocast():
                 reader = self.reader(self.model)
                 self.scorer.agree(model or self.model, batch.rows, self.ranks.max, reader)
 
-    def evaluation_loop(self, *args: Any, **options: Any) -> Any:
+    def evaluation_loop(self, *args: object, **options: object) -> Any:
         """Evaluate; metrics of `compute_metrics` are added to the others."""
         if self._logit_metrics is None:
             return super().evaluation_loop(*args, **options)
@@ -304,11 +325,11 @@ class OfflineTrainer(BaseTrainer):
             output.metrics[f"{prefix}_{name}"] = value
         return output
 
-    def predict(self, test_dataset: Any, *args: Any, **options: Any) -> Any:
+    def predict(self, test_dataset: RawDataset, *args: Any, **options: Any) -> Any:
         """Evaluate another dataset; `predictions` are values (rows, K) of its answers.
 
-        Log-probabilities and rewards are by name, scores alone. Rows that are left out because of
-        their length have NaN.
+        They are an array of scores (reward models), or a dictionary of rewards and
+        log-probabilities. Rows that are left out because of their length have NaN.
         """
         self._predictions = predictions = Predictions()
         try:
@@ -319,23 +340,23 @@ class OfflineTrainer(BaseTrainer):
         tables = predictions.table(self.ranks, rows)
         return output._replace(predictions=tables.get("scores", tables or None))
 
-    def loss(self, scores: Any, batch: Batch) -> LossTerms:
-        """Return the terms of the loss of a chunk: of each the sum, and its total over the step.
+    def loss(self, scores: TokenScores | Tensor, batch: Batch) -> LossTerms:
+        """Return the loss terms of a chunk: for each its sum (), and its total () over the step.
 
         Metrics go to `self.metrics[batch.mode]`.
         """
         self.collect_predictions(scores, batch)
         return super().loss(scores, batch)
 
-    def collect_predictions(self, scores: Any, batch: Batch) -> None:
-        """Keep what `predict` returns, while it runs."""
+    def collect_predictions(self, scores: TokenScores | Tensor, batch: Batch) -> None:
+        """Collect the values that `predict` returns, while it runs."""
         if self._predictions is not None:
             self._predictions.add(batch, self.algorithm.predictions(scores, batch))
 
     def record_loss(self, terms: LossTerms, mode: Mode) -> None:
-        """Record the loss of an evaluation batch; transformers would weigh batches by their rows.
+        """Record the loss of an evaluation batch; transformers would weight batches by their rows.
 
-        Totals are of all ranks, each of which records its share of them.
+        Each rank records its share of the totals, which are over all ranks.
         """
         if mode == "train":
             return
@@ -349,16 +370,16 @@ class OfflineTrainer(BaseTrainer):
         self.state.num_input_tokens_seen += int(self._tokens)
         self._tokens = 0
 
-    def _track_num_input_tokens(self, inputs: Any) -> None:
-        """See `check_update`."""
+    def _track_num_input_tokens(self, inputs: object) -> None:
+        """Do nothing: `check_update` counts the tokens."""
 
-    def _prepare_context_parallel_inputs(self, model: nn.Module, inputs: Any) -> Any:
-        """Rows are divided by the scorer, not by torch: it knows of documents and prompts."""
+    def _prepare_context_parallel_inputs(self, model: nn.Module, inputs: object) -> Any:
+        """Leave the rows whole: the scorer divides them, because it knows documents and prompts."""
         return nullcontext, inputs
 
 
-def _check_train_dataset(dataset: Any, args: OfflineConfig) -> None:
-    """Refuse what cannot be trained on."""
+def _check_train_dataset(dataset: object, args: OfflineConfig) -> None:
+    """Raise an error if a dataset cannot be trained on."""
     if dataset is None:
         raise ValueError("train_dataset is required.")
     if not isinstance(dataset, PreparedStream):

@@ -1,4 +1,4 @@
-"""One training step for trainers that compare a policy with a reference."""
+"""The trainer that DPO and KTO share: scoring answers with a reference policy."""
 
 import hashlib
 import json
@@ -34,7 +34,7 @@ from ..base.annotate import Annotator
 from ..uncalled import OFFLINE, PREFERENCE
 from .batches import prepare_answers
 from .offline_config import PreferenceConfig
-from .offline_trainer import OfflineTrainer
+from .offline_trainer import OfflineTrainer, RawDataset
 
 READ_AT_ONCE = 1000  # rows of a dataset
 VERSION = 2  # of files of precomputed log-probabilities, changed with what is stored
@@ -42,7 +42,7 @@ VERSION = 2  # of files of precomputed log-probabilities, changed with what is s
 
 @add_trl_properties(PREFERENCE_OPTIONS, PREFERENCE_PROPERTIES)
 class PreferenceTrainer(OfflineTrainer):
-    """The skeleton of DPO and KTO: answers to prompts, scored by the reference before each step.
+    """Trains on answers to prompts, which the reference scores before each step.
 
     `ref_model` is the reference, by name or loaded. None: a frozen copy of the model, or the model
     without its adapter. The other arguments are those of `OfflineTrainer`, in its order.
@@ -59,28 +59,28 @@ class PreferenceTrainer(OfflineTrainer):
     def __init__(
         self,
         model: str | nn.Module,
-        ref_model: Any = None,
+        ref_model: str | nn.Module | None = None,
         args: PreferenceConfig | None = None,
-        *others: Any,
-        **options: Any,
+        *other_args: Any,
+        **other_kwargs: Any,
     ):
-        super().__init__(model, args, *others, **options)
-        # Ranks take part in each other's passes, so none of them can repeat one alone.
+        super().__init__(model, args, *other_args, **other_kwargs)
+        # Forward passes may communicate, so a rank cannot repeat one alone after an error.
         self._scoring = self.phases.adaptive("scoring", alone=self.ranks.count > 1)
         if self.args.needs_reference:
             self._make_reference(ref_model, model)
 
     def prepare_dataset(
-        self, dataset: Any, encoder: TextEncoder, args: Any, mode: Mode
+        self, dataset: RawDataset, encoder: TextEncoder, args: PreferenceConfig, mode: Mode
     ) -> Dataset | PreparedStream:
         """Tokenize prompts with their answers, and cut them to length."""
         answers = self.cut_answers(dataset, encoder, args, mode)
         return answers if isinstance(answers, PreparedStream) else answers.checked(str(args.limits))
 
     def cut_answers(
-        self, dataset: Any, encoder: TextEncoder, args: Any, mode: Mode
+        self, dataset: RawDataset, encoder: TextEncoder, args: PreferenceConfig, mode: Mode
     ) -> Cut | PreparedStream:
-        """Tokenize prompts with their answers, and decide what is left of them."""
+        """Tokenize prompts with their answers, and choose the ranges that are left of them."""
         option = "precompute_ref_log_probs=True"
         if args.precompute_ref_log_probs and self._reference_released:
             raise ValueError(
@@ -97,7 +97,7 @@ class PreferenceTrainer(OfflineTrainer):
         """Score all answers with the reference if that is asked for, and release its weights."""
         if self.reference is None or not self.args.precompute_ref_log_probs:
             return
-        # By now the policy is prepared for training, as it must be where it is sharded.
+        # Not before: a policy that is sharded cannot score until it is prepared for training.
         self._precompute(self.reference)
         if isinstance(self.reference, FrozenCopy):
             self.reference = None
@@ -109,20 +109,22 @@ class PreferenceTrainer(OfflineTrainer):
             score = partial(self._with_ref_logps, model=model, weights=weights)
             self.replace_train_dataset(score(self.train_dataset))
             if isinstance(self.eval_dataset, Mapping):
-                self.eval_dataset = {name: score(x) for name, x in self.eval_dataset.items()}
+                self.eval_dataset = {
+                    name: score(dataset) for name, dataset in self.eval_dataset.items()
+                }
             elif self.eval_dataset is not None:
                 self.eval_dataset = score(self.eval_dataset)
 
     def _with_ref_logps(
         self, dataset: Dataset, model: nn.Module, weights: "hashlib._Hash"
     ) -> Dataset:
-        """Add log-probabilities of answers to a dataset, computed now or by an equal run before."""
+        """Add log-probabilities of answers to a dataset: from the cache on disk, or computed."""
         args = self.args
         rows = args.precompute_ref_batch_size or args.per_device_train_batch_size
         limits = rows, args.max_tokens_per_micro_batch
         key = _key(weights, [limits, scoring_facts(args, model)], dataset)
         path = Path(cache.HF_DATASETS_CACHE, "trl", f"reference-{key}.npy")
-        # Ranks with disks of their own might not all find it.
+        # Only rank 0 looks: ranks on other machines may have other disks.
         stored = _read(path) if self.ranks.rank == 0 else None
         logps = self.ranks.gather_objects(stored)[0]
         if logps is None:
@@ -134,7 +136,7 @@ class PreferenceTrainer(OfflineTrainer):
     def _scored(
         self, dataset: Dataset, model: nn.Module, limits: tuple[int, int | None]
     ) -> np.ndarray:
-        """Log-probabilities (rows, K) of answers of a dataset; each rank computes its share."""
+        """Compute log-probabilities (rows, K) of answers; each rank scores a shard of the rows."""
         local = []
         batches = MicroBatchSampler(token_counts(dataset), *limits, place=self.ranks.data_shard)
         reader = RowReader(dataset)
@@ -146,13 +148,14 @@ class PreferenceTrainer(OfflineTrainer):
                 token_logps = annotator.logps(model, batch)
             logps = batch.by_group(self.algorithm.answer_logps(token_logps, batch))
             local.append(logps[batch.group_mask].cpu())
-        of_ranks = self.ranks.gather_objects(local)[:: self.ranks.per_row]
-        # Micro-batches were dealt in turn, see `share_of_rank`.
-        return torch.cat([part for turn in zip(*of_ranks, strict=True) for part in turn]).numpy()
+        all_ranks = self.ranks.gather_objects(local)[:: self.ranks.per_row]
+        # Ranks took micro-batches in turn, see `share_of_rank`.
+        in_order = [logps for turn in zip(*all_ranks, strict=True) for logps in turn]
+        return torch.cat(in_order).numpy()
 
     @property
     def annotator(self) -> Annotator:
-        """Scores without gradient, in the chunks of training."""
+        """Make the annotator, which scores without gradient in the chunks of training."""
         return Annotator(
             policy=lambda: self.model,
             scorer=self.scorer,
@@ -164,13 +167,13 @@ class PreferenceTrainer(OfflineTrainer):
         )
 
     def annotate(self, step: Step) -> Step:
-        """Score the answers of a step with the reference, and with the policy where losses ask."""
+        """Add the log-probabilities that the algorithm needs to the batches of a step."""
         with self.phases("scoring"):
             return self.annotator(step, self.algorithm.needs)
 
 
 def scoring_facts(args: PreferenceConfig, model: nn.Module) -> dict[str, object]:
-    """What log-probabilities under a model depend on, besides its weights and the tokens."""
+    """Return what log-probabilities depend on, besides the tokens and the model's weights."""
     config = causal_model(model).config
     return {
         "attention": attention_implementation(config),
@@ -187,7 +190,7 @@ def scoring_facts(args: PreferenceConfig, model: nn.Module) -> dict[str, object]
 
 
 def _digest_of_weights(reference: ReferencePolicy) -> "hashlib._Hash":
-    """Digest all weights that a reference computes with; all ranks take part in gathering them."""
+    """Digest the weights of the reference; all ranks call this, because weights are gathered."""
     digest = hashlib.sha256()
     trained_adapter = getattr(reference.model, "active_adapter", None)
     for name, weight in whole_weights(reference.model):
@@ -198,7 +201,7 @@ def _digest_of_weights(reference: ReferencePolicy) -> "hashlib._Hash":
 
 
 def _key(weights: "hashlib._Hash", facts: list[object], dataset: Dataset) -> str:
-    """Name all that log-probabilities depend on: digest of weights, facts, and tokens."""
+    """Return a digest of weights, facts, versions and tokens: equal keys, equal results."""
     digest = weights.copy()
     versions = [VERSION, torch.__version__, transformers.__version__]
     digest.update(json.dumps([versions, *facts], sort_keys=True, default=str).encode())
@@ -212,13 +215,15 @@ def _key(weights: "hashlib._Hash", facts: list[object], dataset: Dataset) -> str
 
 
 def _read(path: Path) -> np.ndarray | None:
+    """Load an array; None if the file is missing or damaged."""
     try:
         return np.load(path)
-    except (OSError, ValueError, EOFError):  # none, or damaged
+    except (OSError, ValueError, EOFError):
         return None
 
 
 def _write(path: Path, values: np.ndarray) -> None:
+    """Save an array under another name, then rename it, so no reader sees half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     staged = path.with_suffix(f".{os.getpid()}.tmp")
     with staged.open("wb") as file:
