@@ -105,7 +105,7 @@ class MemoryCallback(TrainerCallback):
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         """Register hooks and open the file."""
         self._detach()  # from an earlier training that failed
@@ -237,10 +237,11 @@ class MemoryCallback(TrainerCallback):
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        **kwargs: Any,
+        *,
+        logs: dict[str, float] | None = None,
+        **kwargs: object,
     ) -> None:
         """Add the metrics to the logs and to the trainer's history."""
-        logs: dict[str, Any] | None = kwargs.get("logs")
         if logs is None or not self._logs:
             return
         prefix = "eval_" if any(name.startswith("eval_") for name in logs) else ""

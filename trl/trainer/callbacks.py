@@ -39,15 +39,21 @@ class SyncRefModelCallback(TrainerCallback):
 
     @torch.no_grad()
     def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        model: nn.Module,
+        **kwargs: object,
     ) -> None:
         """Blend the weights if a sync is due."""
         if state.global_step % args.ref_model_sync_steps:
             return
         # Both models are sharded in the same way, so each rank blends its own shards.
-        for model in (kwargs["model"], self.ref_model):
-            release(model)
-        for parameter, source in self._pairs(self.accelerator.unwrap_model(kwargs["model"])):
+        for sharded_model in (model, self.ref_model):
+            release(sharded_model)
+        for parameter, source in self._pairs(self.accelerator.unwrap_model(model)):
             target = local_shard(parameter)
             policy_shard = local_shard(source).to(target.device, target.dtype)
             target.lerp_(policy_shard, args.ref_model_mixup_alpha)
@@ -139,10 +145,15 @@ class BEMACallback(TrainerCallback):
     _average: dict[str, Tensor] = field(default_factory=dict, init=False)
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        model: nn.Module,
+        **kwargs: object,
     ) -> None:
         """Copy the model."""
-        model: nn.Module = kwargs["model"]
         if is_sharded(model):
             raise ValueError(
                 "BEMACallback needs the weights as a whole: train without FSDP and ZeRO-3."
@@ -152,22 +163,32 @@ class BEMACallback(TrainerCallback):
 
     @torch.no_grad()
     def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        model: nn.Module,
+        **kwargs: object,
     ) -> None:
         """Move the average if an update is due."""
         past = state.global_step - self.update_after
         if past == 0:
-            self._begin(kwargs["model"])
+            self._begin(model)
         elif past > 0 and past % self.update_freq == 0:
             time = self.lag + self.multiplier * state.global_step
             beta = max(time**-self.ema_power, self.min_ema_multiplier)
             running = dict(self.running_model.named_parameters())
-            for name, weight in self._weights(kwargs["model"]).items():
+            for name, weight in self._weights(model).items():
                 average = self._average[name].lerp_(weight, beta)
                 running[name].copy_(average + time**-self.bias_power * (weight - self._first[name]))
 
     def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         """Save the corrected average."""
         if state.is_world_process_zero:
@@ -194,14 +215,20 @@ class RunRecord(TrainerCallback):
     trainer: str  # the name of the method
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        model: nn.Module,
+        **kwargs: object,
     ) -> None:
         """Write the settings, and drop lines of steps after the one that the run resumes from."""
         if not state.is_world_process_zero:
             return
         folder = Path(args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        config = getattr(kwargs["model"], "config", None)
+        config = getattr(model, "config", None)
         record = {
             "trainer": self.trainer,
             "model": getattr(config, "name_or_path", ""),
@@ -215,7 +242,11 @@ class RunRecord(TrainerCallback):
         JsonLinesFile(folder / "metrics.jsonl").drop_after(state.global_step or -1)  # -1: a new run
 
     def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         """Append what was logged, with its step."""
         if state.is_world_process_zero and state.log_history:

@@ -28,7 +28,11 @@ class NotebookProgressCallback(ProgressDisplay):
         self._drawn = 0.0
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         """Begin an output on the main process."""
         super().on_train_begin(args, state, control)
@@ -38,7 +42,11 @@ class NotebookProgressCallback(ProgressDisplay):
             self._draw(state)
 
     def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         """Move the bar."""
         super().on_step_end(args, state, control)

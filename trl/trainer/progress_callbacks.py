@@ -1,10 +1,10 @@
 """Displays of a run in progress, for files and terminals: logged values, and how far it is."""
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from contextlib import ExitStack
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import logging
@@ -12,6 +12,9 @@ from transformers.utils import logging
 from ..imports import require
 from ..memory.progress import Activity, report_progress_to
 from ..number_format import format_metric, pluralize
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions
 
 # Names shown, in this order, and the metrics that each may stand for.
 SHOWN = {
@@ -43,7 +46,11 @@ class ProgressDisplay(TrainerCallback):
         self._activity = Activity("")
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         """Start the clock."""
         if state.is_world_process_zero:
@@ -53,15 +60,24 @@ class ProgressDisplay(TrainerCallback):
             self._watching.enter_context(report_progress_to(self._follow))
 
     def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         self._updated = time.monotonic()
 
     def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        metrics: dict[str, float],
+        **kwargs: object,
     ) -> None:
         if state.is_world_process_zero:
-            metrics = kwargs["metrics"]
             # Those of one of several datasets are called `eval_NAME_...`.
             (prefix,) = [x.removesuffix("runtime") for x in metrics if x.endswith("_runtime")]
             name = prefix.removeprefix("eval").strip("_")
@@ -69,15 +85,25 @@ class ProgressDisplay(TrainerCallback):
             self._show(state, shown_metrics(metrics, prefix), title)
 
     def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        logs: dict[str, float],
+        **kwargs: object,
     ) -> None:
         """Show loss, learning rate, reward and the like of the steps since the last log."""
-        metrics = shown_metrics(kwargs["logs"])
-        if metrics and self._state is not None:
-            self._show(self._state, metrics)
+        shown = shown_metrics(logs)
+        if shown and self._state is not None:
+            self._show(self._state, shown)
 
     def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         self.close()
 
@@ -128,7 +154,11 @@ class PlainProgressCallback(ProgressDisplay):
         self._printed = time.monotonic()  # when the latest line was printed
 
     def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         """Print that the first step is done, which may be long before the first log."""
         super().on_step_end(args, state, control)
@@ -175,7 +205,11 @@ class RichProgressCallback(ProgressDisplay):
         self._evaluation: tuple[int, int | None] | None = None  # batches done, and of how many
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         """Begin to draw on the main process."""
         super().on_train_begin(args, state, control)
@@ -183,23 +217,34 @@ class RichProgressCallback(ProgressDisplay):
             self._open()
 
     def on_prediction_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        eval_dataloader: Iterable[object] | None = None,
+        **kwargs: object,
     ) -> None:
         """Count the batches of an evaluation."""
         if state.is_world_process_zero:
-            loader: Any = kwargs.get("eval_dataloader")
-            total = len(loader) if hasattr(loader, "__len__") else None
+            total = len(eval_dataloader) if isinstance(eval_dataloader, Sized) else None
             self._evaluation = (self._evaluation or (0, None))[0] + 1, total
             self._open()
 
     def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        metrics: dict[str, float],
+        **kwargs: object,
     ) -> None:
         """Print a line with the metrics of the evaluation."""
         self._evaluation = None
         if self._state is None:
             self.close()
-        super().on_evaluate(args, state, control, **kwargs)
+        super().on_evaluate(args, state, control, metrics=metrics, **kwargs)
 
     def close(self) -> None:
         """Stop drawing, whatever is still going on."""
@@ -209,7 +254,7 @@ class RichProgressCallback(ProgressDisplay):
         self._drawing = self._evaluation = None
         super().close()
 
-    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+    def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> Iterator[Any]:
         yield self._text.Text(self._line(options.max_width), no_wrap=True, overflow="ellipsis")
 
     def _line(self, width: int) -> str:
@@ -243,7 +288,7 @@ class RichProgressCallback(ProgressDisplay):
                 self._watching.callback(logging.enable_progress_bar)
 
 
-def shown_metrics(metrics: dict[str, Any], prefix: str = "") -> dict[str, str]:
+def shown_metrics(metrics: Mapping[str, float], prefix: str = "") -> dict[str, str]:
     """Return the metrics in `SHOWN` that were logged, as text; see `format_metric`."""
     shown = {}
     for name, keys in SHOWN.items():

@@ -185,14 +185,22 @@ class LogCompletionsCallback(TrainerCallback):
         )
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         """Drop completions of steps after the one that training resumes from."""
         if state.is_world_process_zero:
             self._file.drop_after(state.global_step or -1)
 
     def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         """Draw completions, if it is time."""
         if state.global_step % int(self._freq or state.eval_steps):
@@ -248,7 +256,11 @@ class WeaveCallback(TrainerCallback):
         return bool(self._scorers)
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         """Connect, unless a client is there."""
         if not state.is_world_process_zero or self._weave.get_client() is not None:
@@ -259,7 +271,11 @@ class WeaveCallback(TrainerCallback):
         self._weave.init(project)
 
     def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         """Draw completions and send them; with several datasets, after the first one alone."""
         if state.global_step == self._last:

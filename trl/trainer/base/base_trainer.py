@@ -5,10 +5,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 from accelerate.utils.memory import clear_device_cache
+from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
 from transformers import DefaultFlowCallback, TrainerCallback, TrainerControl
 from transformers.training_args import OptimizerNames
@@ -37,6 +38,11 @@ if TYPE_CHECKING:
     from ...memory.callback import MemoryCallback
 
 logger = logging.get_logger(__name__)
+
+# None: the evaluation sets of the constructor; a name: one of several.
+EvalDataset: TypeAlias = (
+    Dataset | IterableDataset | dict[str, Dataset | IterableDataset] | str | None
+)
 
 
 class LoopEvents(TrainerCallback):
@@ -108,7 +114,9 @@ class BaseTrainer(StrictKeywordArguments, OverrideCheck, BestMetricCheck, Checkp
     def show(self, mode: Mode) -> None:
         """Show what a log holds besides numbers."""
 
-    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, *args: object, **kwargs: object
+    ) -> Any:
         """Train as `transformers.Trainer` does, from the start or an intact checkpoint.
 
         That is the newest in the output folder (`resume_from_checkpoint=True`) or that of a path;
@@ -147,7 +155,7 @@ class BaseTrainer(StrictKeywordArguments, OverrideCheck, BestMetricCheck, Checkp
         raise NotImplementedError
 
     def training_step(
-        self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
+        self, model: nn.Module, inputs: Batch, num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
         """Add the gradient of a micro-batch to `.grad`; return its share () of the step's loss."""
         model.train()
@@ -193,9 +201,9 @@ class BaseTrainer(StrictKeywordArguments, OverrideCheck, BestMetricCheck, Checkp
     def compute_loss(
         self,
         model: nn.Module,
-        inputs: Any,
+        inputs: Batch,
         return_outputs: bool = False,
-        num_items_in_batch: Any = None,
+        num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor:
         """Return the share () of a chunk in the loss of its optimizer step, times the ranks.
 
@@ -222,7 +230,7 @@ class BaseTrainer(StrictKeywordArguments, OverrideCheck, BestMetricCheck, Checkp
     def record_loss(self, terms: LossTerms, mode: Mode) -> None:
         """Record the loss of a chunk, beyond the mean over batches that transformers logs."""
 
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | float | None = None) -> Any:
         """Look at the gradient before the optimizer does: the one place that waits for it."""
         norm = super()._get_grad_norm(model, grad_norm)
         is_finite = bool(torch.isfinite(torch.as_tensor(norm)))
@@ -254,7 +262,7 @@ class BaseTrainer(StrictKeywordArguments, OverrideCheck, BestMetricCheck, Checkp
         for name, value in peaks.items():
             self.metrics["train"].maximum(name, value)
 
-    def floating_point_ops(self, inputs: Any) -> int:
+    def floating_point_ops(self, inputs: Batch) -> int:
         """Estimate those of the latest micro-batch; see `MicroBatchRunner.run`."""
         return self.runner.operations
 
@@ -286,7 +294,10 @@ class BaseTrainer(StrictKeywordArguments, OverrideCheck, BestMetricCheck, Checkp
             self.end_epoch()
 
     def evaluate(
-        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+        self,
+        eval_dataset: EvalDataset = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
         """Evaluate as `transformers.Trainer` does; training continues as if nothing happened."""
         check_name(eval_dataset, self.eval_dataset)
@@ -294,7 +305,10 @@ class BaseTrainer(StrictKeywordArguments, OverrideCheck, BestMetricCheck, Checkp
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
     def predict(
-        self, test_dataset: Any, ignore_keys: Any = None, metric_key_prefix: str = "test"
+        self,
+        test_dataset: Dataset | IterableDataset,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "test",
     ) -> Any:
         """Evaluate another dataset. Metrics are returned and not logged."""
         with self._evaluating(metric_key_prefix):
@@ -313,7 +327,9 @@ class BaseTrainer(StrictKeywordArguments, OverrideCheck, BestMetricCheck, Checkp
         finally:
             self._prefix = outer
 
-    def prediction_step(self, model: nn.Module, inputs: Any, *others: Any, **options: Any) -> Any:
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, *others: object, **options: object
+    ) -> tuple[Tensor, None, None]:
         """Compute the loss () of one evaluation batch, without predictions and labels."""
         with torch.no_grad():
             (batch,) = self.take_step([inputs], "eval")
@@ -357,7 +373,7 @@ class BaseTrainer(StrictKeywordArguments, OverrideCheck, BestMetricCheck, Checkp
         )
         self.runner.reset_hooks.append(self.scorer.forget)
 
-    def _make_reference(self, given: Any, model: Any) -> None:
+    def _make_reference(self, given: str | nn.Module | None, model: str | nn.Module) -> None:
         given = load_reference(given, model, self.args)
         reference = make_reference(self.model, self._had_adapter, given)
         if isinstance(reference, FrozenCopy) and not self.args.sync_ref_model:

@@ -5,6 +5,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
+from transformers import TrainingArguments
 from transformers.utils import logging
 
 logger = logging.get_logger(__name__)
@@ -59,7 +60,7 @@ SAMPLING = frozenset(
 TYPO = 0.8  # similarity of names, above which one is probably a misspelling of the other
 
 
-def check_best_model_options(args: Any) -> None:
+def check_best_model_options(args: TrainingArguments) -> None:
     """Raise a ValueError if the options of a run do not let it find its best model."""
     evaluates = getattr(args.eval_strategy, "value", args.eval_strategy)
     saves = getattr(args.save_strategy, "value", args.save_strategy)
@@ -81,7 +82,7 @@ def check_best_model_options(args: Any) -> None:
         )
 
 
-def _check_saves(saves: str, evaluates: str, args: Any) -> None:
+def _check_saves(saves: str, evaluates: str, args: TrainingArguments) -> None:
     """Each model that is evaluated must have a checkpoint."""
     if saves not in ("best", evaluates):
         raise ValueError(

@@ -4,7 +4,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 from transformers import Trainer
 
@@ -162,7 +162,7 @@ class CheckpointedTrainer(Trainer):
         facts |= resuming.describe_dataset(self.stored_rows()) | self.run_facts
         return {"trainer": type(self).__name__, resuming.PROCESSES: self.args.world_size} | facts
 
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+    def _save_checkpoint(self, model: nn.Module, trial: object) -> None:
         """Write a checkpoint into a temporary folder, seal it, and move it to its final name."""
         folder = Path(self._get_output_dir(trial))
         name = f"checkpoint-{self.state.global_step}"
@@ -189,7 +189,7 @@ class CheckpointedTrainer(Trainer):
         model_name: str | None = None,
         dataset_name: str | None = None,
         folder: str | Path | None = None,
-        **ignored: Any,
+        **ignored: object,
     ) -> None:
         """Write `README.md` into a folder, by default the output folder.
 
@@ -203,7 +203,7 @@ class CheckpointedTrainer(Trainer):
             card_folder.mkdir(parents=True, exist_ok=True)
             (card_folder / "README.md").write_text(card, encoding="utf-8")
 
-    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+    def push_to_hub(self, *args: object, **kwargs: object) -> Any:
         """Upload model and card; an OfflineModeIsEnabled error if the hub is switched off."""
         check_upload(self.args.output_dir)
         return super().push_to_hub(*args, **kwargs)
@@ -213,11 +213,13 @@ class CheckpointedTrainer(Trainer):
         if not self._is_saving:
             super()._push_from_checkpoint(checkpoint_folder)
 
-    def _get_output_dir(self, trial: Any) -> str:
+    def _get_output_dir(self, trial: object) -> str:
         folder = super()._get_output_dir(trial)
         return str(Path(folder, UNFINISHED)) if self._is_saving else folder
 
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+    def _save(
+        self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None
+    ) -> None:
         bare = self.accelerator.unwrap_model(self.model)
         if self.args.save_on_each_node:  # newer releases of transformers write on rank 0 alone
             bare.should_save_on_this_rank = bool
@@ -227,7 +229,9 @@ class CheckpointedTrainer(Trainer):
         save_arguments(self.args, folder)
         self.create_model_card(folder=folder)  # in place of that of peft
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: nn.Module | None = None
+    ) -> None:
         bare = self.accelerator.unwrap_model(self.model if model is None else model)
         from ...models.adapter_checkpoints import check_adapters  # only needed to resume
 

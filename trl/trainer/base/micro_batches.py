@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...batch import Batch
 from ...distributed import Ranks
 from ...memory.adaptive_batch import free_memory
 from ...memory.phases import Phases
@@ -19,7 +20,7 @@ from ...ops.in_place import several_passes
 from .base_config import BaseConfig
 from .policy import router_coefficient
 
-ForwardBackward = Callable[[Any], Tensor]  # both passes of a chunk: its loss ()
+ForwardBackward = Callable[[Batch], Tensor]  # both passes of a chunk: its loss ()
 Context = Callable[[], AbstractContextManager[Any]]
 
 
@@ -50,12 +51,12 @@ class MicroBatchRunner:
             self._offloading = ActivationOffloading(model)
         # Each drops what the micro-batches of an update have left somewhere.
         self.reset_hooks: list[Callable[[], None]] = [model.zero_grad]
-        self.done: list[Any] = []  # micro-batches since the last update
+        self.done: list[Batch] = []  # micro-batches since the last update
         self.operations = 0  # floating-point, of this rank's last micro-batch
         self._operations_per_token = operations_per_token(model) / ranks.per_row
 
     def run(
-        self, batch: Any, forward_backward: ForwardBackward, no_sync: Context = nullcontext
+        self, batch: Batch, forward_backward: ForwardBackward, no_sync: Context = nullcontext
     ) -> Tensor:
         """Compute a micro-batch: its loss (). Ranks exchange gradients in its last chunk alone.
 
@@ -84,7 +85,7 @@ class MicroBatchRunner:
             keep_attention(self._model)
 
     def _attempt(
-        self, micro_batches: list[Any], forward_backward: ForwardBackward, no_sync: Context
+        self, micro_batches: list[Batch], forward_backward: ForwardBackward, no_sync: Context
     ) -> Tensor | None:
         """Compute micro-batches: the loss () of the last one; None if memory ran out."""
         loss = torch.zeros((), device=self._args.device)
@@ -106,11 +107,11 @@ class MicroBatchRunner:
                 self._metrics.restore(recorded)
         return loss
 
-    def chunks(self, batch: Any) -> list[Any]:
+    def chunks(self, batch: Batch) -> list[Batch]:
         """Cut a batch into what `max_tokens_per_piece` allows at once, with gradient or without."""
         return [batch.select_units(units) for units in self._cuts(batch)]
 
-    def _cuts(self, batch: Any, max_units: int | None = None) -> list[range]:
+    def _cuts(self, batch: Batch, max_units: int | None = None) -> list[range]:
         """The units of each chunk: at most so many, with at most `max_tokens_per_piece` tokens."""
         tokens = batch.tokens_per_unit()
         size = max_units or max(len(tokens), 1)

@@ -4,11 +4,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from torch import nn
+from torch.optim import Optimizer
 from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -32,6 +33,10 @@ from ...sources import offline_variable
 from ...suggestions import did_you_mean
 from .base_config import BaseConfig
 
+if TYPE_CHECKING:
+    from peft import PeftConfig
+    from transformers.utils.quantization_config import QuantizationConfigMixin
+
 logger = logging.get_logger(__name__)
 
 # How to make a dataset of what is mistaken for one, by the name of its class.
@@ -54,9 +59,9 @@ class Policy:
 def prepare_policy(
     model: str | PreTrainedModel,
     args: BaseConfig,
-    tokenizer: Any = None,
-    quantization_config: Any = None,
-    peft_config: Any = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    quantization_config: "QuantizationConfigMixin | None" = None,
+    peft_config: "PeftConfig | None" = None,
     change: Callable[[nn.Module, PreTrainedTokenizerBase], None] = lambda *_: None,
 ) -> Policy:
     """Load what was given by name, and `change` it by options, before an adapter is added."""
@@ -94,7 +99,11 @@ def prepare_policy(
 
 
 def _load(
-    name: str, args: BaseConfig, init_kwargs: dict[str, Any], quantization: Any, peft_config: Any
+    name: str,
+    args: BaseConfig,
+    init_kwargs: dict[str, Any],
+    quantization: "QuantizationConfigMixin | None",
+    peft_config: "PeftConfig | None",
 ) -> nn.Module:
     revision = init_kwargs.get("revision")
     adapter, base = name, loading.adapter_base(name, revision)
@@ -126,7 +135,9 @@ def _load(
     return loading.load_adapter(model, adapter, revision)
 
 
-def _with_adapter(model: nn.Module, peft_config: Any, args: BaseConfig) -> nn.Module:
+def _with_adapter(
+    model: nn.Module, peft_config: "PeftConfig | None", args: BaseConfig
+) -> nn.Module:
     model = loading.add_adapter(model, peft_config) if peft_config else model
     if args.gradient_checkpointing and model.active_peft_config.peft_type == "PREFIX_TUNING":
         raise ValueError("Prefix tuning needs gradient_checkpointing=False: its prefix is a cache.")
@@ -138,7 +149,7 @@ def _with_adapter(model: nn.Module, peft_config: Any, args: BaseConfig) -> nn.Mo
     return model
 
 
-def _check_kind(name: str, model: Any) -> None:
+def _check_kind(name: str, model: object) -> None:
     if not isinstance(model, nn.Module) or not hasattr(model, "config"):
         kind = type(model).__name__
         if isinstance(model, type):
@@ -170,7 +181,7 @@ def _tokenizer_source(name: str, model: nn.Module) -> str:
 
 
 def _resolve_tokenizer(
-    tokenizer: Any, name: str, args: BaseConfig, init_kwargs: dict[str, Any]
+    tokenizer: object, name: str, args: BaseConfig, init_kwargs: dict[str, Any]
 ) -> PreTrainedTokenizerBase:
     if tokenizer is None:
         if not name:
@@ -200,7 +211,7 @@ def router_coefficient(model: nn.Module, args: BaseConfig) -> float:
     return float(args.router_aux_loss_coef)
 
 
-def check_dataset(name: str, dataset: Any) -> None:
+def check_dataset(name: str, dataset: object) -> None:
     """Check the kind of a dataset; `name` is what messages call it."""
     if not isinstance(dataset, (Dataset, IterableDataset)):
         kind = type(dataset).__name__
@@ -215,7 +226,9 @@ def check_dataset(name: str, dataset: Any) -> None:
     refuse_media_columns(name, dataset.column_names or ())
 
 
-def checked_args(model: Any, args: Any, config_class: type[BaseConfig], method: str = "") -> Any:
+def checked_args(
+    model: object, args: TrainingArguments | None, config_class: type[BaseConfig], method: str = ""
+) -> Any:
     """Return the configuration of a run, made from plain `TrainingArguments` if it is given those.
 
     By default the output folder is named after model and method.
@@ -249,7 +262,7 @@ def checked_args(model: Any, args: Any, config_class: type[BaseConfig], method: 
     return args
 
 
-def _kind_of(value: Any) -> str:
+def _kind_of(value: object) -> str:
     if isinstance(value, type):
         return f"the class {value.__name__} itself"
     return f"of {type(value).__name__}"
@@ -264,7 +277,7 @@ def _check_output_dir(name: str, output: str | None) -> None:
         )
 
 
-def check_name(chosen: Any, sets: Any) -> None:
+def check_name(chosen: object, sets: object) -> None:
     """Check that a name of an evaluation set is one of several sets."""
     names = list(sets) if isinstance(sets, dict) else []
     if isinstance(chosen, str) and chosen not in names:
@@ -272,7 +285,7 @@ def check_name(chosen: Any, sets: Any) -> None:
         raise ValueError(f"eval_dataset has no {chosen!r}.{hint}")
 
 
-def check_additions(callbacks: Any, optimizers: Any) -> None:
+def check_additions(callbacks: object, optimizers: object) -> None:
     """Check the kinds of the arguments `callbacks` and `optimizers` of a trainer."""
     if not isinstance(callbacks, list | tuple | None):
         raise TypeError(f"callbacks must be a list of callbacks, not {callbacks!r:.80}.")
@@ -289,7 +302,7 @@ def check_additions(callbacks: Any, optimizers: Any) -> None:
         )
 
 
-def check_optimizer(model: nn.Module, optimizer: Any) -> None:
+def check_optimizer(model: nn.Module, optimizer: Optimizer | None) -> None:
     """Refuse an optimizer that holds other weights than those that are trained."""
     trained = {id(weight) for weight in model.parameters() if weight.requires_grad}
     groups = getattr(optimizer, "param_groups", None)  # DeepSpeed's placeholders have none
@@ -300,7 +313,9 @@ def check_optimizer(model: nn.Module, optimizer: Any) -> None:
         )
 
 
-def load_reference(given: Any, model: Any, args: Any) -> PreTrainedModel | None:
+def load_reference(
+    given: str | nn.Module | None, model: str | nn.Module, args: BaseConfig
+) -> PreTrainedModel | None:
     """The reference that a trainer was given, loaded if it was given by name; None if none was."""
     if given is None:
         return None
@@ -310,7 +325,8 @@ def load_reference(given: Any, model: Any, args: Any) -> PreTrainedModel | None:
             "frozen copy is made."
         )
     if isinstance(given, str):
-        options = dict(args.ref_model_init_kwargs or args.model_init_kwargs or {})
+        init_kwargs: Any = args.ref_model_init_kwargs or args.model_init_kwargs or {}
+        options = dict(init_kwargs)
         trust = args.trust_remote_code
         many = args.world_size > 1
         given = loading.load_policy(given, options, trust, distributed=many)

@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import IterableDataset
+from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
+from transformers import TrainingArguments
 from transformers.utils import logging
 
 from ...distributed import Ranks
 from ...json_files import json_values
 from ...models.sharded import local_shard
 from ...redaction import without_secrets
+from .base_config import BaseConfig
 from .checkpoint import checkpoints_in, clean_up, facts_of, find_fault
 
 logger = logging.get_logger(__name__)
@@ -85,7 +87,9 @@ _SAMPLED_ROWS = 1000
 _SAMPLED_VALUES = 64
 
 
-def choose_checkpoint(wanted: Any, args: Any, settings: dict[str, Any], ranks: Ranks) -> str | None:
+def choose_checkpoint(
+    wanted: str | bool | None, args: BaseConfig, settings: dict[str, Any], ranks: Ranks
+) -> str | None:
     """Find the checkpoint to resume from, None if none is wanted; every rank must call this.
 
     `wanted` is True for the newest intact one in the output folder, or the path of one. If it is
@@ -158,7 +162,7 @@ def _why_not(checkpoint: Path) -> str | None:
     return fault
 
 
-def _compare(checkpoint: Path, args: Any, settings: dict[str, Any]) -> None:
+def _compare(checkpoint: Path, args: BaseConfig, settings: dict[str, Any]) -> None:
     if (facts := facts_of(checkpoint)) is None:
         logger.warning(
             f"{checkpoint} was written by another program: its files have no checksums, and "
@@ -183,7 +187,7 @@ def _compare(checkpoint: Path, args: Any, settings: dict[str, Any]) -> None:
     logger.warning(f"{checkpoint} is resumed with other settings:{listed}")
 
 
-def describe_options(args: Any) -> dict[str, Any]:
+def describe_options(args: TrainingArguments) -> dict[str, Any]:
     """Return the options that matter, as JSON values by name, without secrets."""
     return {
         name: json_values(json.loads(_json(value)))
@@ -192,7 +196,7 @@ def describe_options(args: Any) -> dict[str, Any]:
     }
 
 
-def describe_dataset(dataset: Any) -> dict[str, Any]:
+def describe_dataset(dataset: Dataset | IterableDataset) -> dict[str, Any]:
     """Return the number of rows and a fingerprint of up to a thousand; of a stream, of one row."""
     if isinstance(dataset, IterableDataset):
         first: dict[str, Any] = next(iter(dataset), {})
@@ -248,7 +252,7 @@ def differences(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
     ]
 
 
-def _json(value: Any) -> str:
+def _json(value: object) -> str:
     """Return the same text for equal values: addresses of objects are left out."""
     return json.dumps(value, sort_keys=True, default=lambda other: _ADDRESS.sub("", str(other)))
 
@@ -258,6 +262,6 @@ def _digest(texts: Iterable[str]) -> str:
     return hashlib.sha256(whole).hexdigest()[:16]
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 80 else f"{text[:77]}..."

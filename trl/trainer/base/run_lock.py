@@ -14,12 +14,15 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 from transformers.utils import logging
 
 from ...distributed import Ranks
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
 
 fcntl: Any
 try:
@@ -88,7 +91,7 @@ class RunLock:
         ranks: the ranks of the run.
     """
 
-    def __init__(self, args: Any, ranks: Ranks):
+    def __init__(self, args: "TrainingArguments", ranks: Ranks):
         self._args = args
         self._ranks = ranks
         self._depth = 0
@@ -104,7 +107,7 @@ class RunLock:
         self._depth += 1
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self._depth -= 1
         if self._depth == 0 and self._path is not None:
             self._release(self._path)
