@@ -36,7 +36,9 @@ class ReinforcePlusPlus(Algorithm):
             penalties = k1(logps, ref_logps, batch.loss_mask)
             metrics.mean("kl", penalties.sum(), batch.loss_mask.sum())
             credit = credit - self.beta * penalties.flip(1).cumsum(1).flip(1)
-        return step.map([batch.with_columns(advantages=whitened(credit, mask, step.ranks.sum))])
+        return step.with_batches(
+            [batch.with_columns(advantages=whitened(credit, mask, step.ranks.sum))]
+        )
 
     def loss(self, scores, batch, metrics):
         losses = clipped_losses(batch, batch.loss_mask, self.clip_range, metrics)

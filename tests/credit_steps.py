@@ -37,9 +37,9 @@ def credit_step(
     return Step(batches=[batch], ranks=Ranks(), table=table)
 
 
-def micro_batches(step: Step, count: int = 1, share: float = 1.0) -> list[Batch]:
+def micro_batches(step: Step, count: int = 1) -> list[Batch]:
     """The micro-batches of an optimizer step that the rollout batch of a step is cut into."""
-    return with_totals(step.batch.split(count), step.ranks, share)
+    return with_totals(step.batch.split(count), step.ranks)
 
 
 def noise(seed: int, rows: int, columns: int, scale: float = 0.3) -> torch.Tensor:

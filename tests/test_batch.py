@@ -53,6 +53,12 @@ def test_selected_rows_keep_their_groups_and_columns(batch):
     assert part.loss_mask.shape == (3, 2)
 
 
+@pytest.mark.parametrize("rows", [[2, 0], [1, 1]])
+def test_selected_rows_must_be_ascending(batch, rows):
+    with pytest.raises(ValueError, match="must be ascending"):
+        batch.select(rows)
+
+
 def test_chunks_never_divide_groups_that_are_kept(batch):
     assert batch.tokens_per_unit() == [3, 3, 3, 2, 1]
     whole = Batch.of(batch.groups, batch.columns, keeps_groups=True)
@@ -121,8 +127,8 @@ def test_chunks_keep_the_totals_of_their_step(batch):
 
 
 def test_half_the_totals_for_one_of_two_steps(batch):
-    (half,) = with_totals([batch], Ranks(), share=0.5)
-    assert half.totals.tokens == 3.5
+    (batch,) = with_totals([batch], Ranks())
+    assert batch.totals.scaled(0.5).tokens == 3.5
 
 
 def test_a_step_gives_this_ranks_rows_their_advantages(batch):

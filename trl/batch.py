@@ -1,13 +1,14 @@
 """What a training step computes on: groups of rows that share a prefix, and their tensors.
 
 Letters in shapes: G groups, K rows of the largest group, B rows (the branches of all groups),
-C tokens of the longest branch, N rows of all ranks.
+C tokens of the longest branch, N rows of all ranks; () is a scalar tensor. In prose about rollouts,
+G is the number of completions of a prompt instead.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, TypedDict, Unpack, cast
 
 import torch
@@ -56,18 +57,18 @@ class Columns(TypedDict, total=False):
     label: Tensor  # (B,) bool: whether an answer is desirable
     margin: Tensor  # (B,) by which the better answer of the group should win
     rank: Tensor  # (B,) int: place of an answer in its group's order; the lowest is the best
+    ref_answer_logps: Tensor  # (B,) `ref_logps` summed over an answer, if computed beforehand
     # Of a rollout.
-    sampling_logps: Tensor  # (B, C) of the completion tokens, as the engine reported them
+    sampling_logps: Tensor  # (B, C) of the engine; the correction undoes what its filters change
     rewards: Tensor  # (B,) that credit is computed from; NaN: not scorable
     # Of `annotate`, without gradient.
     old_logps: Tensor  # (B, C) under the weights that begin training on the batch
     ref_logps: Tensor  # (B, C) under the reference policy
-    ref_answer_logps: Tensor  # (B,) sums over an answer's tokens, under the reference policy
-    mismatched_ratios: Tensor  # (B,) log-ratio of another answer behind the group's prompt, for KL
     log_mass: Tensor  # (B, C) log-probability of the tokens that the sampler's filters leave
     values: Tensor  # (B, C) before each token
     entropies: Tensor  # (B, C) of the next-token distributions, for credit
-    # Of `credit`.
+    # Of `credit`, or right before or after it.
+    mismatched_ratios: Tensor  # (B,) log-ratio of another answer behind the prompt, for KTO's KL
     advantages: Tensor  # (B,) or (B, C)
     returns: Tensor  # (B, C) what the values should have been
     objective_mask: Tensor  # (B, C) bool: tokens that have an objective, of those in the loss
@@ -75,7 +76,7 @@ class Columns(TypedDict, total=False):
     aot_logps: Tensor  # (B,) answers of the step with which `aot` compares an answer
     aot_unpaired_logps: Tensor  # (B,) the same for `aot_unpaired`
     kl: Tensor  # (B,) the KL estimate of the step, the same for all rows
-    # Of the correction for what differs between engine and trainer, with gradient.
+    # Of `EngineCorrection`, for each chunk; `ratio` has a gradient.
     ratio: Tensor  # (B, C) or (B, 1) probability under the current policy over that under the old
     weights: Tensor  # (B, C) or (B, 1) that losses are multiplied by
 
@@ -278,10 +279,12 @@ class Batch:
     # --- Cutting ---
 
     def select(self, rows: Sequence[int]) -> "Batch":
-        """Return some rows, in ascending order; a group keeps the branches that are chosen.
+        """Return some rows, which must be ascending; a group keeps the branches that are chosen.
 
         (B, C) columns are cut to the longest branch left. Totals stay those of the step.
         """
+        if any(row >= following for row, following in pairwise(rows)):
+            raise ValueError(f"The rows to select must be ascending: {list(rows)}.")
         chosen = set(rows)
         groups: list[Group] = []
         for group, group_rows in zip(self.groups, self.group_rows, strict=True):
@@ -291,7 +294,6 @@ class Batch:
                 groups.append(replace(group, branches=branches))
         width = max((len(branch.ids) for group in groups for branch in group.branches), default=0)
         index = torch.tensor(list(rows), dtype=torch.long)
-
         columns: Any = {}  # mypy does not follow a loop over the keys of a TypedDict
         for name, column in self._items():
             part = column[index.to(column.device, non_blocking=True)]
@@ -349,7 +351,7 @@ class Step:
 
     @property
     def batch(self) -> Batch:
-        """The batch, if there is one."""
+        """The only batch; a ValueError if there are several."""
         (batch,) = self.batches
         return batch
 
@@ -358,8 +360,8 @@ class Step:
         """What the batches are for."""
         return self.batches[0].mode
 
-    def map(self, batches: Sequence[Batch]) -> "Step":
-        """Put others in place of the batches."""
+    def with_batches(self, batches: Sequence[Batch]) -> "Step":
+        """Replace the batches."""
         return replace(self, batches=list(batches))
 
     @property
@@ -371,28 +373,27 @@ class Step:
 
     def with_rewards(self, rewards: Tensor) -> "Step":
         """Give the rows of a rollout batch their entries of the rewards (N,) of all ranks."""
-        return self.map([self.batch.with_columns(rewards=self._local(rewards))])
+        return self.with_batches([self.batch.with_columns(rewards=self._local(rewards))])
 
     def with_advantages(self, advantages: Tensor) -> "Step":
         """Give the rows of a rollout batch their entries of the advantages (N,) of all ranks."""
-        return self.map([self.batch.with_columns(advantages=self._local(advantages))])
+        return self.with_batches([self.batch.with_columns(advantages=self._local(advantages))])
 
     def _local(self, values: Tensor) -> Tensor:
         """Return this rank's values (B,) of those (N,) of all ranks, on the device of the batch."""
         return self.ranks.local(values).to(self.batch.loss_mask.device)
 
 
-def with_totals(batches: Sequence[Batch], ranks: Ranks, share: float = 1.0) -> list[Batch]:
-    """Let the micro-batches of a step know its totals, on all ranks, multiplied by `share`.
+def with_totals(batches: Sequence[Batch], ranks: Ranks) -> list[Batch]:
+    """Let the micro-batches of a step know its totals, on all ranks.
 
-    `share` is below 1 where these batches serve several steps, and above where a step has several
-    such sets of batches. Ranks that divide the tokens of a row each count it.
+    Ranks that divide the tokens of a row each count it.
     """
     counts = [Totals.of(batch) for batch in batches]
     device = counts[0].tokens.device
     sums = ranks.sum(torch.stack([count.stack() for count in counts]).sum(0))
-    step = Totals(*(sums * share).to(device).unbind())
-    times = len(batches) * ranks.count * share
+    step = Totals(*sums.to(device).unbind())
+    times = len(batches) * ranks.count
     return [
         replace(batch, step_totals=replace(step, micro_batch_tokens=count.tokens * times))
         for batch, count in zip(batches, counts, strict=True)

@@ -26,7 +26,7 @@ def test_an_algorithm_says_its_needs_and_its_loss_alone():
     algorithm, metrics = Likelihood(), MetricStore()
 
     assert algorithm.credit(step, metrics) is step
-    algorithm.begin_update()
+    algorithm.discard_update()
     scores = TokenScores(logps=torch.tensor([[-2.0, -5.0]]))
     terms = algorithm.loss(scores, step.batch, metrics)
     assert terms == {"nll": (torch.tensor(2.0), torch.tensor(1))}

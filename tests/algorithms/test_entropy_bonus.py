@@ -106,7 +106,7 @@ def test_the_chunks_of_an_update_are_measured_together():
     """Those from before it began again do not count."""
     steered, metrics = controller(), MetricStore()
     steered.observe(torch.tensor(100.0), torch.tensor(1))
-    steered.begin_update()
+    steered.discard_update()
     steered.observe(torch.tensor(0.6), torch.tensor(2))
     steered.observe(torch.tensor(0.9), torch.tensor(1))
     steered.end_update(Ranks(), metrics)

@@ -229,7 +229,7 @@ def test_far_completions_of_negative_advantage_are_left_out():
     without = [[advantage >= 0] * 4 for advantage in ADVANTAGES]
     expected = slow_loss("dapo", step), slow_loss("dapo", step, keep=without)
     for logps, loss in ((near, expected[0]), (far, expected[1])):
-        reported = step.map([step.batch.with_columns(sampling_logps=logps)])
+        reported = step.with_batches([step.batch.with_columns(sampling_logps=logps)])
         assert fast_loss(algorithm, reported) == pytest.approx(loss)
 
 
@@ -238,7 +238,7 @@ def test_the_bonus_and_what_its_controller_sees():
     step, entropies, metrics = step_with_ratios(), noise(6, 4, 4).abs(), MetricStore()
     counted = [float(x) for i, n in enumerate(LENGTHS) for x in entropies[i, :n]]
     algorithm, plain = made("dapo", entropy=controller), fast_loss(made("dapo"), step)
-    algorithm.begin_update()
+    algorithm.discard_update()
     found = fast_loss(algorithm, step, 2, metrics, entropies)
     assert found == pytest.approx(plain - 0.3 * statistics.fmean(counted))
     assert algorithm.end_update(Ranks(), metrics) is False
@@ -252,8 +252,8 @@ def test_vespo_takes_weights_into_its_ratio():
     weights = 1 + noise(7, 4, 4).abs()
     plain = step_with_ratios()
     shifted = plain.batch.columns["old_logps"] - weights.log()
-    expected = plain.map([plain.batch.with_columns(old_logps=shifted)])
-    found = plain.map([plain.batch.with_columns(weights=weights)])
+    expected = plain.with_batches([plain.batch.with_columns(old_logps=shifted)])
+    found = plain.with_batches([plain.batch.with_columns(weights=weights)])
     metrics = MetricStore()
     assert fast_loss(made("vespo"), found, metrics=metrics) == pytest.approx(
         slow_loss("vespo", expected)

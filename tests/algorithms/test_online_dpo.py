@@ -53,7 +53,9 @@ def test_loss(kind, cut):
     algorithm = OnlineDPO(beta=beta, loss_type=kind)
     step = credit_step(LENGTHS, REWARDS, 2, ref_logps=theirs)
     batch = algorithm.credit(step, MetricStore()).batch
-    step = step.map([batch.with_columns(logps=ours)])  # of the forward; no column of a real batch
+    step = step.with_batches(
+        [batch.with_columns(logps=ours)]
+    )  # of the forward; no column of a real batch
     metrics, found = MetricStore(), 0.0
     for part in micro_batches(step, cut):
         scores = TokenScores(logps=part.columns["logps"])

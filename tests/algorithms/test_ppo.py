@@ -107,7 +107,7 @@ def test_episodes_add_up_in_training_alone():
     algorithm, step = credited()
     algorithm.credit(step, MetricStore())
     assert algorithm.episodes == 8
-    evaluation = step.map([dataclasses.replace(step.batch, mode="eval")])
+    evaluation = step.with_batches([dataclasses.replace(step.batch, mode="eval")])
     algorithm.credit(evaluation, MetricStore())
     assert algorithm.episodes == 8
 
@@ -121,8 +121,8 @@ def test_losses(cut):
     ratio = (logps - step.batch.columns["old_logps"]).exp()
     # `logps` and `new_values` are of the forward; no columns of a real batch.
     batch = step.batch.with_columns(ratio=ratio, logps=logps, new_values=values)
-    step, metrics, found = step.map([batch]), MetricStore(), 0.0
-    algorithm.begin_update()
+    step, metrics, found = step.with_batches([batch]), MetricStore(), 0.0
+    algorithm.discard_update()
     for part in micro_batches(step, cut):
         new = part.columns["new_values"]
         scores = TokenScores(
@@ -165,7 +165,7 @@ def test_what_an_update_moved_is_counted():
     )
     scores = TokenScores(logps=columns["old_logps"] + 0.1, values=columns["values"] + 0.5)
     metrics = MetricStore()
-    algorithm.loss(scores, micro_batches(step.map([batch]))[0], metrics)
+    algorithm.loss(scores, micro_batches(step.with_batches([batch]))[0], metrics)
     found = recorded(metrics)
     old, returns = columns["values"][mask].tolist(), columns["returns"][mask].tolist()
     # The clipped value, 0.2 above the old one, is further off than one 0.5 above it.
@@ -190,7 +190,7 @@ def test_an_update_that_moved_too_far_ends_the_rollout_batch():
     """Its chunks count together, and those from before it began again not at all."""
     stop, metrics = EarlyStop(target_kl=0.5), MetricStore()
     stop.observe(torch.tensor(100.0), torch.tensor(1))
-    stop.begin_update()
+    stop.discard_update()
     stop.observe(torch.tensor(2.0), torch.tensor(1))
     stop.observe(torch.tensor(0.0), torch.tensor(4))
     assert stop.end_update(Ranks(), metrics) is False, "2 / 5"

@@ -85,6 +85,6 @@ def test_completions_without_a_token_in_the_loss_do_not_count():
     step = credit_step([2, 2], [1.0, 2.0], 2, ratio=torch.ones(2, 1), advantages=torch.ones(2))
     batch = step.batch
     batch.loss_mask[1] = False
-    (batch,) = micro_batches(step.map([batch]))
+    (batch,) = micro_batches(step.with_batches([batch]))
     (term,) = RLOO().loss(TokenScores(logps=torch.zeros(2, 2)), batch, MetricStore()).values()
     assert (float(term[0]), float(term[1])) == (-1.0, 1.0)

@@ -31,15 +31,17 @@ class Needs:
 
     old_logps: bool = False  # before credit; otherwise the forward that trains computes them
     ref_logps: bool = False
-    values: bool = False
+    values: bool = False  # (B, C) in `values`; the trainer must override `value_reader`
     entropies: bool = False  # with gradient, for the loss; otherwise only where they are logged
     credit_entropies: bool = False  # before credit
     statistic: LogitStatistic | None = None  # of the logits, for the loss
     logged_statistic: LogitStatistic | None = None  # where metrics are logged, if no other is read
     ratio: RatioLevel | None = None  # to the old policy; None: the loss has no ratio
-    token_losses: bool = False  # losses are of tokens, even where a completion has one ratio
+    # Losses are of tokens, even where a completion has one ratio. Correction weights that are
+    # of tokens then multiply these losses, and do not scale the gradient of the ratio.
+    token_losses: bool = False
     whole_groups: bool = False  # the loss compares the branches of a group
-    # All of the loss is a multiple of the advantage, so rows without one may be left out.
+    # All of the loss is a multiple of the advantage: rows whose advantages are 0 may be left out.
     only_advantages: bool = False
 
 
@@ -48,13 +50,15 @@ class Algorithm(Generic[Scores]):
 
     @property
     def needs(self) -> Needs:
-        """What must be computed for the algorithm; read at each step, because it may change."""
+        """What must be computed for it; all but `whole_groups` may change between steps."""
         raise NotImplementedError
 
     def credit(self, step: Step, metrics: MetricStore) -> Step:
         """Add columns that depend on all rows of a step, or of a rollout batch.
 
-        All ranks call this, once, after the columns without gradient were computed.
+        All ranks call this, once, after the columns without gradient were computed. A rollout batch
+        must get `advantages`, (B,) or (B, C): they are reported, and rows of which all are 0 may be
+        left out of the loss. It has no totals yet, but the batches of a dataset have them.
         """
         return step
 
@@ -66,12 +70,17 @@ class Algorithm(Generic[Scores]):
         """Return values (G, K) of branches by name, which `predict` collects by dataset row."""
         return {}
 
-    def begin_update(self) -> None:
-        """Discard what chunks left, because an update begins, or begins again after an error."""
+    def discard_update(self) -> None:
+        """Discard what the chunks of an update left, because it is computed again or dropped.
+
+        Trainers with rollouts call this after out-of-memory, and when an update is dropped. Nothing
+        calls it when an update begins, so `end_update` must clear what it has read.
+        """
 
     def end_update(self, ranks: Ranks, metrics: MetricStore) -> bool:
         """Finish an update: all ranks call this after its backward, before the optimizer steps.
 
+        Trainers with rollouts only. An evaluation batch is finished like an update.
         Returns whether the rest of the rollout batch is dropped, because the policy moved too far.
         """
         return False

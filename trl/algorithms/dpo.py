@@ -158,7 +158,7 @@ def _with_partners(name: str, partners: Tensor, step: Step) -> Step:
         is_aot = name == "aot"
         columns = Columns(aot_logps=column) if is_aot else Columns(aot_unpaired_logps=column)
         batches.append(batch.with_columns(**columns))
-    return step.map(batches)
+    return step.with_batches(batches)
 
 
 def _confidence(scores: TokenScores, batch: Batch) -> Tensor:

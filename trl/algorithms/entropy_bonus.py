@@ -45,8 +45,8 @@ class EntropyController:
         is_low = self.measured is not None and self.measured <= self.target
         return self.coefficient if is_low else 0.0
 
-    def begin_update(self) -> None:
-        """Discard the chunks of an update that begins again."""
+    def discard_update(self) -> None:
+        """Discard the chunks of an update that is computed again or dropped."""
         self._observed.clear()
 
     def observe(self, entropy_sum: Tensor, token_count: Tensor) -> None:

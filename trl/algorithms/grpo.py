@@ -57,9 +57,9 @@ class GRPO(Algorithm[TokenScores]):
             only_advantages=self.beta == 0.0 and not self.entropy.is_used,
         )
 
-    def begin_update(self) -> None:
-        """Discard the entropies of an update that begins again."""
-        self.entropy.begin_update()
+    def discard_update(self) -> None:
+        """Discard the entropies of an update that is computed again or dropped."""
+        self.entropy.discard_update()
 
     def end_update(self, ranks: Ranks, metrics: MetricStore) -> bool:
         """Move the entropy coefficient for the next update."""
@@ -77,7 +77,9 @@ class GRPO(Algorithm[TokenScores]):
         if self.top_entropy_quantile == 1.0:
             return step
         mask = self._high_entropies(step)
-        return step.map([step.batch.without_columns("entropies").with_columns(objective_mask=mask)])
+        return step.with_batches(
+            [step.batch.without_columns("entropies").with_columns(objective_mask=mask)]
+        )
 
     def _high_entropies(self, step: Step) -> Tensor:
         """Mark the tokens in the loss (B, C) that have the highest entropies.

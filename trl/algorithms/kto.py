@@ -40,7 +40,9 @@ class KTO(PreferenceAlgorithm):
         kl = torch.zeros((), device=step.batches[0].loss_mask.device)
         if self.estimates_kl:
             kl = self.estimate_kl(step.batches, step.ranks)
-        return step.map([batch.with_columns(kl=kl.expand(len(batch))) for batch in step.batches])
+        return step.with_batches(
+            [batch.with_columns(kl=kl.expand(len(batch))) for batch in step.batches]
+        )
 
     def estimate_kl(self, batches: Sequence[Batch], ranks: Ranks) -> Tensor:
         """Estimate the KL divergence (), at least 0: the mean of log-ratios of mismatched answers.

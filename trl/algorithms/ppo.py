@@ -24,8 +24,8 @@ class EarlyStop:
     # Sum of halved squares and number of tokens of each chunk of the update being computed.
     _observed: list[Tensor] = field(default_factory=list, init=False)
 
-    def begin_update(self) -> None:
-        """Discard the chunks of an update that begins again."""
+    def discard_update(self) -> None:
+        """Discard the chunks of an update that is computed again or dropped."""
         self._observed.clear()
 
     def observe(self, half_squares: Tensor, token_count: Tensor) -> None:
@@ -71,9 +71,9 @@ class PPO(Algorithm[TokenScores]):
             ratio="token",
         )
 
-    def begin_update(self) -> None:
-        """Discard the log-ratios of an update that begins again."""
-        self.early_stop.begin_update()
+    def discard_update(self) -> None:
+        """Discard the log-ratios of an update that is computed again or dropped."""
+        self.early_stop.discard_update()
 
     def end_update(self, ranks: Ranks, metrics: MetricStore) -> bool:
         """Drop the rollout batch once an update moved the policy too far."""
@@ -100,7 +100,7 @@ class PPO(Algorithm[TokenScores]):
         batch = batch.with_columns(
             returns=advantages + values, advantages=whitened(advantages, mask, step.ranks.sum)
         )
-        return step.map([batch])
+        return step.with_batches([batch])
 
     def _penalties(self, batch: Batch, metrics: MetricStore) -> Tensor:
         """Return the KL penalties (B, C) that are added to the rewards of tokens."""

@@ -97,7 +97,7 @@ class KTOTrainer(PreferenceTrainer):
                 mismatched = batch.select_branch(1)
                 logps = self.annotator.logps(self.model, mismatched)
                 batches.append(self.algorithm.with_mismatched_ratios(batch, mismatched, logps))
-        return super().credit(step.map(batches))
+        return super().credit(step.with_batches(batches))
 
     def score(self, model: nn.Module, batch: Batch) -> tuple[Batch, TokenScores]:
         """Score the own answers of prompts; while evaluating, mismatched ones as well."""

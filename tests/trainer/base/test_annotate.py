@@ -88,6 +88,11 @@ def test_a_missing_reference_is_an_error():
         annotator()(step(), Needs(ref_logps=True))
 
 
+def test_a_missing_value_reader_is_an_error():
+    with pytest.raises(ValueError, match="must override value_reader"):
+        annotator()(step(), Needs(values=True))
+
+
 def test_a_score_that_is_not_finite_is_named():
     scores = annotator()
     with torch.no_grad():

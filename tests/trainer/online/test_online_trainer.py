@@ -465,7 +465,7 @@ class TokenAlgorithm(Algorithm[TokenScores]):
         for row, reward in enumerate(step.ranks.local(step.rewards.total)):
             for place in range(len(batch.rows.completion_ids[row])):
                 advantages[row, place] = token_credit(reward, row, place)
-        return step.map([batch.with_columns(advantages=advantages)])
+        return step.with_batches([batch.with_columns(advantages=advantages)])
 
     def loss(self, scores, batch, metrics):
         columns = batch.columns

@@ -1,4 +1,7 @@
-"""All scoring without gradient, for every trainer: what an algorithm `Needs` before credit."""
+"""Scoring without gradient, for every trainer: what an algorithm `Needs` before credit.
+
+Only the mismatched answers of KTO are scored elsewhere, by its trainer.
+"""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -30,11 +33,11 @@ class Annotator:
     policy: Callable[[], nn.Module]  # as it is wrapped for training
     scorer: Scorer
     guard: FiniteGuard  # is shown all that is computed
-    chunks: Callable[[Batch], list[Batch]]  # what is scored at once
-    size: AdaptiveBatch  # the units that are scored at once
+    chunks: Callable[[Batch], list[Batch]]  # cuts what is tried at once further, by its tokens
+    size: AdaptiveBatch  # how many units are tried at once; halved when memory runs out
     autocast: Callable[[], AbstractContextManager[Any]]  # the precision of training
     reference: ReferencePolicy | None = None
-    value_reader: Callable[[nn.Module], Reader | None] = lambda model: None
+    value_reader: Callable[[nn.Module], Reader | None] = lambda model: None  # where values are read
 
     def __call__(
         self,
@@ -46,7 +49,7 @@ class Annotator:
         """Add the columns that `needs` names and the batches do not have.
 
         `support` are the filters that an engine drew through, if the policy is to be compared with
-        what it reported; `max_units` bounds what is scored at once.
+        what it reported; `max_units` is an upper bound of `size` for this call.
         """
         scores_policy = needs.old_logps or needs.values or needs.credit_entropies
         if scores_policy and "old_logps" not in step.batches[0].columns:
@@ -61,6 +64,8 @@ class Annotator:
     ) -> Step:
         model = self.policy()
         reader = self.value_reader(model) if needs.values else None
+        if needs.values and reader is None:
+            raise ValueError("The algorithm needs values: the trainer must override value_reader.")
         names = ["logps"]
         names += ["log_mass"] if support is not None else []
         names += ["values"] if reader is not None else []
@@ -73,7 +78,7 @@ class Annotator:
                 self._watch("value", scores["values"], batch)
             columns: Any = {name: scores[name] for name in SAME_NAME if name in scores}
             batches.append(batch.with_columns(old_logps=scores["logps"], **columns))
-        return step.map(batches)
+        return step.with_batches(batches)
 
     def _with_reference_logps(self, step: Step, max_units: int | None) -> Step:
         if self.reference is None:
@@ -84,7 +89,7 @@ class Annotator:
                 logps = self.logps(model, batch, max_units)
                 self._watch("log-probability of the reference", logps, batch)
                 batches.append(batch.with_columns(ref_logps=logps))
-        return step.map(batches)
+        return step.with_batches(batches)
 
     def logps(self, model: nn.Module, batch: Batch, max_units: int | None = None) -> Tensor:
         """Log-probabilities (B, C) of the tokens of a batch under a model, without gradient."""

@@ -187,7 +187,7 @@ class BaseTrainer(StrictKeywordArguments, OverrideCheck, BestMetricCheck, Checkp
         return loss.detach()
 
     def score(self, model: nn.Module, batch: Batch) -> tuple[Batch, Any]:
-        """Score a chunk with gradient: what the loss reads, and the chunk with added columns."""
+        """Score a chunk with gradient; return it with added columns, and what the loss reads."""
         raise NotImplementedError
 
     def loss(self, scores: Any, batch: Batch) -> LossTerms:

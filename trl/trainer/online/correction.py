@@ -81,8 +81,8 @@ class EngineCorrection:
         support = Support(sampling.top_p, sampling.top_k, sampling.min_p or 0.0)
         return None if support.is_whole else support
 
-    def begin_update(self) -> None:
-        """Forget the chunks of an update that begins again."""
+    def discard_update(self) -> None:
+        """Discard the chunks of an update that is computed again or dropped."""
         self._gaps.clear()
 
     def __call__(

@@ -167,7 +167,7 @@ class OnlineTrainer(BaseTrainer):
         given, stops = self.agents.rollout_func, self.sampling.stop_ids
         call = None if given is None else lambda prompts: given(prompts, self)
         self.backend = self.agents.around(engine, call, self.policy, stops, self.encode)
-        if args.beta != 0.0:
+        if self.algorithm.needs.ref_logps:
             self._make_reference(ref_model, model)
 
     def _build_scoring(self) -> None:
@@ -178,8 +178,8 @@ class OnlineTrainer(BaseTrainer):
             guard=self.guard,
             ranks=self.ranks,
         )
-        self.runner.reset_hooks.append(self.correction.begin_update)
-        self.runner.reset_hooks.append(lambda: self.algorithm.begin_update())
+        self.runner.reset_hooks.append(self.correction.discard_update)
+        self.runner.reset_hooks.append(lambda: self.algorithm.discard_update())
         annotator = Annotator(
             policy=lambda: self.model,
             scorer=self.scorer,

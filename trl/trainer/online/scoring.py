@@ -60,7 +60,7 @@ class RolloutScoring:
             needs = dataclasses.replace(needs, old_logps=True)
         self.agree_on(step.batch.rows)
         if is_policys_own:
-            step = step.map([self._take_for_old_logps(step.batch, reuses)])
+            step = step.with_batches([self._take_for_old_logps(step.batch, reuses)])
         # The filters of the engine, if what it reported is to be compared with the policy.
         is_compared = "sampling_logps" in step.batch.columns and not on_policy
         step = self.annotator(
