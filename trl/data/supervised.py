@@ -220,7 +220,7 @@ def _chats(
         for chat in chats:
             check_roles(chat, name)
     if options.expand_turns:
-        firsts = [len(prompt) if skips else 0 for prompt in prompts]
+        firsts = list(map(len, prompts)) if skips else [0] * len(prompts)
         expanded = map(partial(expanded_turns, encoder), chats, settings, firsts)
         return [(*target, i) for i, targets in enumerate(expanded) for target in targets]
     if options.assistant_only_loss:
