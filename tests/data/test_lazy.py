@@ -55,3 +55,13 @@ def test_what_a_lazy_dataset_knows_before_it_is_read():
     assert token_counts(found).tolist() == [0] * 4
     assert is_lazy(found) and raw_rows(found) is ROWS
     assert not is_lazy(ROWS) and raw_rows(ROWS) is ROWS
+
+
+def test_a_filler_is_one_example_although_its_row_becomes_several():
+    limits = DocumentLimits(max_length=5, long_rows="split")
+    data = Dataset.from_dict({"text": ["abcdefghijklmnop"]})
+    reader = RowReader(lazy_documents(data, ENCODER, SupervisedOptions(), limits))
+    pieces = reader.__getitems__([0])
+    assert len(pieces) > 1 and not any(make_group(piece).is_filler for piece in pieces)
+    (filler,) = reader.__getitems__([~0])
+    assert make_group(filler).is_filler

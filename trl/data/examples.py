@@ -185,10 +185,11 @@ class RowReader(TorchDataset[Example]):
             examples = [cast(Example, dict(zip(columns, row, strict=True))) for row in values]
         else:
             examples = to_examples(self._dataset[positions])
-        for example, row in zip(examples, rows, strict=False):  # a lazy row may become several
-            if row < 0:
-                example["is_filler"] = True
-        return examples
+        if rows[0] >= 0:
+            return examples
+        filler = examples[0]  # of one row, although a lazy row may become several examples
+        filler["is_filler"] = True
+        return [filler]
 
 
 def to_examples(table: pa.Table) -> list[Example]:
