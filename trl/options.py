@@ -39,4 +39,4 @@ def option(
 def changed_options(config: object, names: Iterable[str]) -> list[str]:
     """Return those of the named options of a configuration whose value is not the default."""
     fields = type(config).__dataclass_fields__  # type: ignore[attr-defined]
-    return [name for name in names if getattr(config, name) != fields[name].default]
+    return [name for name in names if vars(config)[name] != fields[name].default]

@@ -22,6 +22,7 @@ from ..memory.model_size import (
 )
 from ..memory.plan import Plan, render
 from ..memory.settings import ASSUMED_PROMPT, RunSettings, Sharding, read_sharding
+from ..models.loading import dtype_of_name
 from ..number_format import format_bytes
 from ..options import option
 from ..trainer.base.base_config import BaseConfig
@@ -289,10 +290,7 @@ def _model_init_kwargs(training: BaseConfig) -> dict[str, Any]:
 
 
 def _torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    if isinstance(dtype, torch.dtype):
-        return dtype
-    named: torch.dtype = getattr(torch, dtype)
-    return named
+    return dtype if isinstance(dtype, torch.dtype) else dtype_of_name(dtype)
 
 
 def _assumption_notes(plan: Plan, script: ScriptArguments, training: BaseConfig) -> list[str]:

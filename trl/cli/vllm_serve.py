@@ -97,7 +97,7 @@ def main(argv: list[str] | None = None) -> None:
 def check_ranges(options: argparse.Namespace) -> None:
     """Raise a ValueError for numbers at which vLLM would fail with a traceback."""
     for name in ("tensor_parallel_size", "data_parallel_size"):
-        value = getattr(options, name)
+        value = vars(options)[name]
         if value < 1:
             raise ValueError(f"--{name} {value} must be at least 1.")
     if not 0 < options.port < 2**16:

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import transformers
 from torch import nn
 from transformers import (
@@ -40,6 +41,12 @@ if TYPE_CHECKING:
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 MOST_NAMED = 5
 VOCABULARIES = ("tokenizer.json", "*.model", "vocab*", "*.tiktoken", "tekken.json")
+
+
+def dtype_of_name(name: str) -> torch.dtype:
+    """Return the data type that torch calls by a name, such as "bfloat16"."""
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def load_policy(

@@ -69,7 +69,7 @@ def merge_adapter(
             "model.merge_and_unload()."
         )
     model, notices = _load_base(adapter, dtype, full_precision, trust_remote_code)
-    saved_dtype = model.dtype if dtype == "auto" else getattr(torch, dtype)
+    saved_dtype = model.dtype if dtype == "auto" else loading.dtype_of_name(dtype)
     if adapter.start.startswith(REPEATABLE_STARTS):
         model.float()
     merged = _merge(_attach(model.to(device), adapter)).to(saved_dtype)

@@ -5,11 +5,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from ..imports import require
 from ..models.adapter_targets import split_names
-from ..models.loading import DTYPES
+from ..models.loading import DTYPES, dtype_of_name
 from ..options import changed_options, option
 from .base.keyword_arguments import StrictKeywordArguments
 from .base.options import check_options
@@ -72,9 +70,15 @@ class ModelConfig(StrictKeywordArguments):
                 "dropout cannot act on the input of a parameter. Set lora_dropout=0."
             )
         self.lora_target_modules = _module_names(self.lora_target_modules)
-        for name in ("lora_target_parameters", "lora_modules_to_save"):
-            if (names := getattr(self, name)) is not None:
-                setattr(self, name, [part for text in names for part in split_names(text)])
+        self.lora_target_parameters = _split_all(self.lora_target_parameters)
+        self.lora_modules_to_save = _split_all(self.lora_modules_to_save)
+
+
+def _split_all(texts: list[str] | None) -> list[str] | None:
+    """Split each text at its commas into names."""
+    if texts is None:
+        return None
+    return [name for text in texts for name in split_names(text)]
 
 
 def _module_names(targets: list[str] | str | None) -> list[str] | str | None:
@@ -95,14 +99,16 @@ def get_peft_config(model_args: ModelConfig) -> Any:
     if not model_args.use_peft:
         check_adapter_options(model_args)
         return None
-    same = ("lora_alpha", "lora_dropout", "use_rslora", "use_dora")
     return require("peft", "use_peft").LoraConfig(
         task_type=model_args.lora_task_type,
         r=model_args.lora_r,
         target_modules=model_args.lora_target_modules,
         target_parameters=model_args.lora_target_parameters,
         modules_to_save=model_args.lora_modules_to_save,
-        **{name: getattr(model_args, name) for name in same},
+        lora_alpha=model_args.lora_alpha,
+        lora_dropout=model_args.lora_dropout,
+        use_rslora=model_args.use_rslora,
+        use_dora=model_args.use_dora,
     )
 
 
@@ -117,7 +123,7 @@ def check_adapter_options(model_args: ModelConfig, written: Collection[str] = ()
     names_in_use = {*changed_options(model_args, ADAPTER_OPTIONS), *written}
     names = [name for name in ADAPTER_OPTIONS if name in names_in_use]
     if names:
-        options = ", ".join(f"{name}={getattr(model_args, name)!r}" for name in names)
+        options = ", ".join(f"{name}={vars(model_args)[name]!r}" for name in names)
         raise ValueError(
             f"{options}: no effect without an adapter, and all weights would be trained. To train "
             f"an adapter, add --use_peft (use_peft in Python), or leave out {', '.join(names)}."
@@ -141,9 +147,10 @@ def get_quantization_config(model_args: ModelConfig) -> Any:
     if model_args.load_in_8bit:
         return BitsAndBytesConfig(load_in_8bit=True)
     dtype = model_args.dtype
+    compute_dtype = None if dtype in (None, "auto") else dtype_of_name(dtype)
     return BitsAndBytesConfig(
         load_in_4bit=True,
-        bnb_4bit_compute_dtype=None if dtype in (None, "auto") else getattr(torch, dtype),
+        bnb_4bit_compute_dtype=compute_dtype,
         bnb_4bit_quant_type=model_args.bnb_4bit_quant_type,
         bnb_4bit_use_double_quant=model_args.use_bnb_nested_quant,
         bnb_4bit_quant_storage=model_args.bnb_4bit_quant_storage,

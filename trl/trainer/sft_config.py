@@ -57,7 +57,7 @@ class SFTConfig(OfflineConfig):
 
     def __post_init__(self) -> None:
         for name, values in RENAMED.items():
-            old = getattr(self, name)
+            old = vars(self)[name]
             new = values.get(old) if isinstance(old, str) else None
             if new is not None:
                 warnings.warn(f"{name}={old!r} is now {new!r}.", FutureWarning, stacklevel=4)

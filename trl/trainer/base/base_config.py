@@ -188,7 +188,11 @@ class BaseConfig(
         """
         options = super().to_dict()
         # transformers hides special tokens of the vocabulary, too.
-        options |= {name: getattr(self, name) for name in options if name.endswith("_token")}
+        options |= {
+            name: value
+            for name, value in vars(self).items()
+            if name in options and name.endswith("_token")
+        }
         public: dict[str, Any] = redact(options)
         return public
 
@@ -198,11 +202,12 @@ class BaseConfig(
 
     def _resolve_checkpointing(self) -> bool:
         """Whether it is selective: a key that is taken out of what transformers reads."""
-        chosen, new = False, "activation_checkpointing"  # how newer releases call the option
-        if getattr(self, new, True) is None:
-            setattr(self, new, self.gradient_checkpointing)
+        chosen = False
+        # Newer releases of transformers call the option activation_checkpointing.
+        if vars(self).get("activation_checkpointing", True) is None:
+            self.activation_checkpointing = self.gradient_checkpointing
         for name in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):
-            given = dict(from_json(getattr(self, name, None)) or {})
+            given = dict(from_json(vars(self).get(name)) or {})
             fits = self.gradient_checkpointing and not given.get("use_reentrant")
             if given.get("selective") and not fits:
                 raise ValueError(
@@ -253,8 +258,8 @@ class BaseConfig(
         """Refuse missing packages now; otherwise the model would be loaded first."""
         if self.use_liger_kernel:
             require("liger_kernel", "use_liger_kernel=True")
-            kernels: str = "liger_kernel_config"  # declared without a type that is known
-            setattr(self, kernels, _layers_only(getattr(self, kernels) or {}))
+            kernels: Any = vars(self)["liger_kernel_config"]
+            self.liger_kernel_config = _layers_only(kernels or {})
         chosen: Any = self.report_to  # a list by now
         tracker_names = [*trackers.INTEGRATION_TO_CALLBACK, "flyte"]
         for name in chosen:

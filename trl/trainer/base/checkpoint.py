@@ -137,8 +137,12 @@ def save_arguments(args: TrainingArguments, folder: str | Path) -> None:
     if not args.should_save:
         return
     public = copy.copy(args)
-    for name, value in vars(args).items():
-        setattr(public, name, None if is_secret(name, value) else without_secrets(value))
+    vars(public).update(
+        {
+            name: None if is_secret(name, value) else without_secrets(value)
+            for name, value in vars(args).items()
+        }
+    )
     torch.save(public, Path(folder, TRAINING_ARGS_NAME))
 
 

@@ -18,8 +18,8 @@ def config_of(args: TrainingArguments, config_class: type[BaseConfig]) -> BaseCo
     values = {"output_dir": args.output_dir}
     for field in dataclasses.fields(args):
         if field.init:
-            value = getattr(args, field.name)
-            if value != getattr(defaults, field.name, field.default):
+            value = vars(args)[field.name]
+            if value != vars(defaults).get(field.name, field.default):
                 values[field.name] = value
     # Evaluations as frequent as logs are what transformers does where eval_steps is not set.
     if "logging_steps" not in values and values.get("eval_steps") == args.logging_steps:

@@ -81,7 +81,9 @@ def smaller_round(plan: BatchPlan, prompts: int) -> str:
         if step <= most:
             batch = f"per_device_train_batch_size to {rows} and " if rows < plan.micro_batch else ""
             return f", or lower {batch}generation_batch_size to {most // step * step}"
-    return f", or lower the number of processes, {plan.num_processes}" * (plan.num_processes > 1)
+    if plan.num_processes == 1:
+        return ""
+    return f", or lower the number of processes, {plan.num_processes}"
 
 
 def resolve_rounds(
@@ -110,7 +112,9 @@ def resolve_rounds(
 def check_groups(round_rows: int, group_size: int | None, micro_rows: int, least: int = 2) -> None:
     """Check that a generation round holds whole groups of at least `least` completions."""
     if group_size is None or group_size < least:
-        reason = ": each completion is compared with the others of its prompt" * (least > 1)
+        reason = ""
+        if least > 1:
+            reason = ": each completion is compared with the others of its prompt"
         raise ValueError(
             f"num_generations={group_size} is too small{reason}; training needs "
             f"num_generations >= {least}."

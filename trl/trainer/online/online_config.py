@@ -187,11 +187,13 @@ class OnlineConfig(GenerationOptions, ReferenceOptions, BaseConfig):
                 low is not None and low >= (high or math.inf)
             ),
             f"vllm_importance_sampling_mode={mode!r} needs a bound: set "
-            "vllm_importance_sampling_clip_max, such as 3.0": truncates and low is high is None,
+            "vllm_importance_sampling_clip_max, such as 3.0": truncates
+            and low is None
+            and high is None,
             "train_sampling_strategy='group_by_length' cannot be used: the lengths of completions "
             "are not known before they are generated. Leave it out": by_length,
             "sync_ref_model=True needs a reference policy: set beta above 0": (
-                self.sync_ref_model > bool(self.beta)
+                self.sync_ref_model and not self.beta
             ),
             **self.engine_problems(),
         }

@@ -67,8 +67,13 @@ def check_datasets(train: Any, evaluation: Any, args: OnlineConfig) -> None:
         raise ValueError("train_dataset is required: a dataset with a 'prompt' column.")
     for name, dataset in {"train_dataset": train, **_named(evaluation)}.items():
         _check_prompts(name, dataset)
-    for name in ("dispatch_batches", "split_batches"):
-        if getattr(args.accelerator_config, name):
+    loader_config = args.accelerator_config
+    unusable = {
+        "dispatch_batches": loader_config.dispatch_batches,
+        "split_batches": loader_config.split_batches,
+    }
+    for name, is_set in unusable.items():
+        if is_set:
             raise ValueError(
                 f"accelerator_config.{name}=True cannot be used: rows are text, so each process "
                 "must read its own batches. Leave it out."
