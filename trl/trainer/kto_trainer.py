@@ -4,7 +4,9 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from datasets import Dataset, IterableDataset
 from torch import nn
+from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
 from ..algorithms.base import LossTerms
@@ -48,7 +50,7 @@ class KTOTrainer(PreferenceTrainer):
     method = Method("KTO", "kto", arxiv="2402.01306")
 
     def prepare_dataset(
-        self, dataset: Any, encoder: TextEncoder, args: KTOConfig, mode: Mode
+        self, dataset: Dataset | IterableDataset, encoder: TextEncoder, args: KTOConfig, mode: Mode
     ) -> Any:
         """Tokenize, cut to length, and choose the answers of the KL estimate."""
         answers = self.cut_answers(dataset, encoder, args, mode)
@@ -138,7 +140,7 @@ class KTOTrainer(PreferenceTrainer):
         self._evaluated.append((batch, TokenScores(logps=scores.logps)))
         return {"kto": (scores.logps.new_zeros(()), batch.totals.groups)}
 
-    def evaluation_loop(self, *args: Any, **options: Any) -> Any:
+    def evaluation_loop(self, *args: object, **options: object) -> EvalLoopOutput:
         """Evaluate; the KL estimate is over the whole dataset, whatever its batches are."""
         if not self.args.estimates_kl:
             return super().evaluation_loop(*args, **options)

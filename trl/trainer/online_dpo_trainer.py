@@ -1,5 +1,6 @@
 """Online DPO: two completions of each prompt, one of which is preferred."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,7 @@ from ..algorithms.base import LossTerms
 from ..algorithms.online_dpo import OnlineDPO
 from ..batch import Batch
 from ..online.reward_sources import JudgeReward, PairwiseJudge
-from ..types import TokenScores
+from ..types import RewardFunc, TokenScores
 from .base.best_metric import SAMPLING, SIDES
 from .base.keyword_arguments import ignored
 from .model_card import Method
@@ -58,7 +59,7 @@ class OnlineDPOTrainer(OnlineTrainer):
         self,
         model: str | nn.Module,
         ref_model: str | nn.Module | None = None,
-        reward_funcs: Any = None,
+        reward_funcs: RewardFunc | Sequence[RewardFunc] | None = None,
         args: OnlineDPOConfig | None = None,
         *,
         judge: PairwiseJudge | None = None,

@@ -1,14 +1,16 @@
 """PPO: each token is credited with what turned out better than a value model expected."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..algorithms.ppo import PPO
 from ..models import value_model as value_models
 from ..models.loading import disable_dropout_in_model, load_policy
 from ..models.scorer import Reader
+from ..types import RewardFunc
 from .base.best_metric import CLIPPING, SAMPLING
 from .legacy_options import RLOO_AND_PPO_LEGACY_ARGUMENTS
 from .model_card import Method
@@ -59,7 +61,7 @@ class PPOTrainer(OnlineTrainer):
     def __init__(
         self,
         model: str | nn.Module,
-        reward_funcs: Any = None,
+        reward_funcs: RewardFunc | Sequence[RewardFunc] | None = None,
         args: PPOConfig | None = None,
         *,
         value_model: str | nn.Module | None = None,
@@ -90,7 +92,9 @@ class PPOTrainer(OnlineTrainer):
         """The value model."""
         return value_models.value_reader(model)
 
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+    def _save(
+        self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None
+    ) -> None:
         bare = self.accelerator.unwrap_model(self.model)
         found = bare.state_dict() if state_dict is None else state_dict
         policy, values = value_models.split_state(found)
@@ -98,7 +102,9 @@ class PPOTrainer(OnlineTrainer):
         if values and self.args.should_save:
             value_models.save_values(bare, values, output_dir or self.args.output_dir)
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: nn.Module | None = None
+    ) -> None:
         if self.is_fsdp_enabled:  # its files hold all weights
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             return

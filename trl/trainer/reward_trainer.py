@@ -2,6 +2,7 @@
 
 from typing import Any, cast
 
+from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
@@ -46,7 +47,9 @@ class RewardTrainer(OfflineTrainer):
     }
     method = Method("Reward", "reward-trainer", card="reward_model_card.md")
 
-    def adapt(self, model: Any, tokenizer: PreTrainedTokenizerBase, args: RewardConfig) -> None:
+    def adapt(
+        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, args: RewardConfig
+    ) -> None:
         """Refuse a model that does not score; see `OfflineTrainer`."""
         model = causal_model(model)
         if model.can_generate():
@@ -62,7 +65,11 @@ class RewardTrainer(OfflineTrainer):
         super().adapt(model, tokenizer, args)
 
     def prepare_dataset(
-        self, dataset: Any, encoder: TextEncoder, args: RewardConfig, mode: Mode
+        self,
+        dataset: Dataset | IterableDataset,
+        encoder: TextEncoder,
+        args: RewardConfig,
+        mode: Mode,
     ) -> Any:
         """Tokenize, and leave out what is over `max_length`."""
         limits = PreferenceLimits(max_length=args.max_length, truncation_mode="drop")

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from datasets import Dataset, IterableDataset
 from torch import nn
@@ -19,9 +19,14 @@ from ..data.supervised import SupervisedOptions
 from ..models.logit_metrics import LogitMetrics
 from ..types import Mode
 from .base.best_metric import EVERY_EVALUATION, TOKENS
+from .base.policy import EvalDataset
 from .model_card import Method
 from .offline.offline_trainer import OfflineTrainer
 from .sft_config import SFTConfig
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+    from transformers.utils.quantization_config import QuantizationConfigMixin
 
 SHOWN = 2  # documents, when training begins
 
@@ -50,7 +55,7 @@ class SFTTrainer(OfflineTrainer):
         args: SFTConfig | None = None,
         data_collator: None = None,
         train_dataset: Dataset | IterableDataset | None = None,
-        eval_dataset: Any = None,
+        eval_dataset: EvalDataset = None,
         processing_class: PreTrainedTokenizerBase | None = None,
         compute_loss_func: None = None,
         compute_metrics: Callable[..., Any] | None = None,
@@ -58,8 +63,8 @@ class SFTTrainer(OfflineTrainer):
         optimizers: tuple[Any, Any] = (None, None),
         optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
         preprocess_logits_for_metrics: Callable[..., Any] | None = None,
-        quantization_config: Any = None,
-        peft_config: Any = None,
+        quantization_config: "QuantizationConfigMixin | None" = None,
+        peft_config: "PeftConfig | None" = None,
         formatting_func: Callable[[dict[str, Any]], str] | None = None,
     ):
         if formatting_func is not None and not callable(formatting_func):
@@ -88,7 +93,7 @@ class SFTTrainer(OfflineTrainer):
         )
 
     def prepare_dataset(
-        self, dataset: Any, encoder: TextEncoder, args: SFTConfig, mode: Mode
+        self, dataset: Dataset | IterableDataset, encoder: TextEncoder, args: SFTConfig, mode: Mode
     ) -> Any:
         """Tokenize, mask and cut to length."""
         options = SupervisedOptions.of(args, self._formatting_func)

@@ -5,11 +5,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from accelerate.utils.memory import clear_device_cache
-from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
 from transformers import DefaultFlowCallback, TrainerCallback, TrainerControl
 from transformers.training_args import OptimizerNames
@@ -32,17 +31,19 @@ from .best_metric import BestMetricCheck
 from .checkpointed_trainer import CheckpointedTrainer
 from .keyword_arguments import StrictKeywordArguments
 from .micro_batches import MicroBatchRunner
-from .policy import Policy, check_name, load_reference, router_coefficient
+from .policy import (
+    EvalDataset,
+    Policy,
+    TrainDataset,
+    check_name,
+    load_reference,
+    router_coefficient,
+)
 
 if TYPE_CHECKING:
     from ...memory.callback import MemoryCallback
 
 logger = logging.get_logger(__name__)
-
-# None: the evaluation sets of the constructor; a name: one of several.
-EvalDataset: TypeAlias = (
-    Dataset | IterableDataset | dict[str, Dataset | IterableDataset] | str | None
-)
 
 
 class LoopEvents(TrainerCallback):
@@ -306,7 +307,7 @@ class BaseTrainer(StrictKeywordArguments, OverrideCheck, BestMetricCheck, Checkp
 
     def predict(
         self,
-        test_dataset: Dataset | IterableDataset,
+        test_dataset: TrainDataset,
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "test",
     ) -> Any:

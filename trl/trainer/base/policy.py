@@ -1,10 +1,10 @@
 """The trained model with its tokenizer and adapter, the reference, and the checks of them all."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
@@ -38,6 +38,11 @@ if TYPE_CHECKING:
     from transformers.utils.quantization_config import QuantizationConfigMixin
 
 logger = logging.get_logger(__name__)
+
+Tokenizers: TypeAlias = PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None
+TrainDataset: TypeAlias = Dataset | IterableDataset
+# One set, several by name, or the name of one of those.
+EvalDataset: TypeAlias = TrainDataset | dict[str, TrainDataset] | str | None
 
 # How to make a dataset of what is mistaken for one, by the name of its class.
 DATASET_MAKERS = {

@@ -9,7 +9,8 @@ from datasets import Dataset
 
 from ...data.formats import is_conversational
 from ...models.loading import context_length, model_bounds
-from ...types import Prompts, RolloutFunc
+from ...types import EnvironmentFactory, Prompts, RolloutFunc
+from ..base.policy import EvalDataset, TrainDataset
 from .online_config import OnlineConfig
 from .online_setup import check_datasets
 
@@ -26,7 +27,13 @@ Tools = Sequence[Callable[..., Any]] | None
 class Agents:
     """What a trainer was given besides an engine, checked before anything is loaded."""
 
-    def __init__(self, args: OnlineConfig, tools: Tools, rollout: RolloutFunc | None, factory: Any):
+    def __init__(
+        self,
+        args: OnlineConfig,
+        tools: Tools,
+        rollout: RolloutFunc | None,
+        factory: EnvironmentFactory | None,
+    ):
         self.args, self.rollout_func = args, rollout
         self.tools: ToolRunner | None = None
         self.environments: Environments | None = None
@@ -54,14 +61,14 @@ class Agents:
 
             self.tools = ToolRunner(tools, args.tool_timeout)
 
-    def checked_dataset(self, train: Any, evaluation: Any) -> Any:
+    def checked_dataset(self, train: TrainDataset | None, evaluation: EvalDataset) -> TrainDataset:
         """Check the datasets, see `check_datasets`, and return that of training."""
         # Environments that bring their data need none.
         if train is None and self.environments is not None and self.args.max_steps > 0:
             prompt: Any = [{"role": "user", "content": ""}]
             train = Dataset.from_dict({"prompt": [prompt] * (self.args.generation_batch_size or 1)})
         check_datasets(train, evaluation, self.args)
-        if self.tools is not None:
+        if self.tools is not None and train is not None:
             prompt = next(iter(train))["prompt"]
             if not is_conversational({"prompt": prompt}):
                 raise ValueError(

@@ -4,8 +4,9 @@ import warnings
 from dataclasses import replace
 from typing import Any
 
-from datasets import IterableDataset
+from datasets import Dataset, IterableDataset
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from ...distributed import Ranks
 from ...models.loading import context_length, model_bounds
@@ -14,7 +15,7 @@ from ...online.prompts import PromptEncoder, PromptLimit, check_forms
 from ...online.rewards import ARGUMENTS
 from ...online.sampler import RepeatIterableDataset, RepeatSampler
 from ...types import Mode
-from ..base.policy import check_dataset
+from ..base.policy import EvalDataset, TrainDataset, check_dataset
 from .batch_math import check_eval_groups, smaller_round
 from .online_config import OnlineConfig
 
@@ -37,7 +38,7 @@ def prompt_limit(args: OnlineConfig, context: int | None) -> PromptLimit:
 def prompt_encoder(
     args: OnlineConfig,
     model: nn.Module,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     template_kwargs: dict[str, Any],
     ranks: Ranks,
 ) -> PromptEncoder:
@@ -46,10 +47,12 @@ def prompt_encoder(
     return PromptEncoder(tokenizer, template_kwargs, limit, model_bounds(model), ranks)
 
 
-def with_prompts(dataset: Any, tokenizer: Any) -> Any:
+def with_prompts(dataset: EvalDataset, tokenizer: PreTrainedTokenizerBase | None) -> EvalDataset:
     """A dataset, decoded if it was tokenized beforehand: if it has `input_ids` but no `prompt`."""
-    columns = getattr(dataset, "column_names", None)
-    if not isinstance(columns, list) or "input_ids" not in columns or "prompt" in columns:
+    if not isinstance(dataset, Dataset | IterableDataset):
+        return dataset
+    columns = dataset.column_names or ()
+    if "input_ids" not in columns or "prompt" in columns:
         return dataset
     if tokenizer is None:
         raise ValueError(
@@ -61,7 +64,7 @@ def with_prompts(dataset: Any, tokenizer: Any) -> Any:
     return dataset.map(lambda row: {"prompt": tokenizer.decode(row["input_ids"])})
 
 
-def check_datasets(train: Any, evaluation: Any, args: OnlineConfig) -> None:
+def check_datasets(train: TrainDataset | None, evaluation: EvalDataset, args: OnlineConfig) -> None:
     """Check kind, columns, size and prompts of the datasets, before a model is loaded."""
     if train is None:
         raise ValueError("train_dataset is required: a dataset with a 'prompt' column.")
@@ -85,8 +88,8 @@ def check_datasets(train: Any, evaluation: Any, args: OnlineConfig) -> None:
 
 
 def checked_prompts(
-    encode: PromptEncoder, train: Any, evaluation: Any, args: OnlineConfig
-) -> tuple[Any, Any]:
+    encode: PromptEncoder, train: TrainDataset, evaluation: EvalDataset, args: OnlineConfig
+) -> tuple[TrainDataset, EvalDataset]:
     """Check the prompts of all datasets, and return the datasets with those that are left."""
     train = encode.check("train_dataset", train)
     if not isinstance(train, IterableDataset):
@@ -97,13 +100,13 @@ def checked_prompts(
     return train, found.get("eval_dataset")
 
 
-def _named(evaluation: Any) -> dict[str, Any]:
+def _named(evaluation: EvalDataset) -> dict[str, Any]:
     if isinstance(evaluation, dict):
         return {f"eval_dataset[{name!r}]": dataset for name, dataset in evaluation.items()}
     return {} if evaluation is None else {"eval_dataset": evaluation}
 
 
-def _check_prompts(name: str, dataset: Any) -> None:
+def _check_prompts(name: str, dataset: TrainDataset) -> None:
     check_dataset(name, dataset)
     columns = dataset.column_names
     if columns is not None and "prompt" not in columns:
@@ -130,7 +133,7 @@ def _check_size(size: int, args: OnlineConfig) -> None:
         )
 
 
-def repeated(dataset: Any, mode: Mode, args: OnlineConfig, encode: PromptEncoder) -> Any:
+def repeated(dataset: TrainDataset, mode: Mode, args: OnlineConfig, encode: PromptEncoder) -> Any:
     """A dataset as it is read, and what has the order of its prompts, repeated for their groups."""
     plan, shuffles = args.batch_plan, args.shuffle_dataset or mode == "eval"
     repeats = plan.group_size, plan.round_rows // plan.group_size, plan.micro_steps_per_round

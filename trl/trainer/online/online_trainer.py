@@ -2,7 +2,7 @@
 
 import dataclasses
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -10,7 +10,7 @@ import torch
 from datasets import Dataset, IterableDataset
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import TrainerCallback
+from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from ...algorithms.base import Algorithm
 from ...batch import Batch, Step, with_totals
@@ -22,15 +22,22 @@ from ...models.weights import working_precision
 from ...online.buffer import Buffer
 from ...online.prompts import COLUMNS
 from ...online.reports import Reports, log_table, print_table, tracker_rows
-from ...online.reward_sources import resolve_rewards
+from ...online.reward_sources import RewardSource, resolve_rewards
 from ...online.rewards import RewardSuite
 from ...online.sampler import RepeatIterableDataset
-from ...types import Mode, Prompts, RolloutFunc, TokenScores
+from ...types import EnvironmentFactory, Mode, Prompts, RewardFunc, RolloutFunc, TokenScores
 from ..attributes import ONLINE_OPTIONS, ONLINE_PROPERTIES, add_trl_properties
 from ..base.annotate import Annotator
 from ..base.base_trainer import BaseTrainer
 from ..base.best_metric import COMPLETIONS, EVERY_EVALUATION, reward_metrics
-from ..base.policy import check_additions, check_optimizer, checked_args, prepare_policy
+from ..base.policy import (
+    EvalDataset,
+    Tokenizers,
+    check_additions,
+    check_optimizer,
+    checked_args,
+    prepare_policy,
+)
 from ..uncalled import ONLINE
 from . import online_setup as setup
 from .agents import Agents
@@ -73,19 +80,19 @@ class OnlineTrainer(BaseTrainer):
     def __init__(
         self,
         model: str | nn.Module,
-        reward_funcs: Any = None,
+        reward_funcs: RewardFunc | Sequence[RewardFunc] | None = None,
         args: OnlineConfig | None = None,
         train_dataset: Dataset | IterableDataset | None = None,
-        eval_dataset: Any = None,
-        processing_class: Any = None,
-        reward_processing_classes: Any = None,
+        eval_dataset: EvalDataset = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        reward_processing_classes: Tokenizers = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
         quantization_config: Any = None,
         peft_config: Any = None,
         tools: list[Callable[..., Any]] | None = None,
         rollout_func: RolloutFunc | None = None,
-        environment_factory: Any = None,
+        environment_factory: EnvironmentFactory | None = None,
         ref_model: str | nn.Module | None = None,
     ):
         args = checked_args(model, args, self.config_class, self.method.name)
@@ -130,7 +137,7 @@ class OnlineTrainer(BaseTrainer):
                 row = {name: row[name] for name in COLUMNS if name in row}
             self.rewards.dry_run(row, self.state, args.batch_plan.group_size)
 
-    def _build_policy(self, model: Any, ref_model: Any) -> None:
+    def _build_policy(self, model: str | nn.Module, ref_model: str | nn.Module | None) -> None:
         from ...generation.factory import make_engine, make_sampling  # it knows all engines
 
         args, tokenizer = self.args, self.processing_class
@@ -202,7 +209,7 @@ class OnlineTrainer(BaseTrainer):
             values=self.value_reader,
         )
 
-    def _build_rounds(self, sources: Any) -> None:
+    def _build_rounds(self, sources: Sequence[RewardSource]) -> None:
         args, phases = self.args, self.phases
         at_once = partial(phases.adaptive("rewards").run, most=args.batch_plan.micro_batch)
         self.rewards = RewardSuite(
