@@ -5,8 +5,8 @@ are as in `trl.batch`.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -47,6 +47,8 @@ class Needs:
 
 class Algorithm(Generic[Scores]):
     """The methods that the training loop calls; subclasses are dataclasses of their options."""
+
+    state_fields: ClassVar[tuple[str, ...]] = ()  # those of its fields that are no options
 
     @property
     def needs(self) -> Needs:
@@ -129,3 +131,16 @@ def ratio_mask(batch: Batch) -> Tensor:
     if batch.columns["ratio"].shape[1] > 1:
         return batch.loss_mask
     return batch.loss_mask.any(1, keepdim=True)
+
+
+def with_changed_options(algorithm: Algorithm[Scores], fresh: Algorithm[Scores]) -> Any:
+    """Return an algorithm with its own state, and the options of a fresh one of the same class."""
+    if not is_dataclass(algorithm) or type(fresh) is not type(algorithm):
+        return algorithm
+    changed = {}
+    for option in fields(algorithm):
+        value = getattr(fresh, option.name)
+        is_option = option.init and option.name not in algorithm.state_fields
+        if is_option and value != getattr(algorithm, option.name):
+            changed[option.name] = value
+    return replace(algorithm, **changed) if changed else algorithm

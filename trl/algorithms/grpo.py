@@ -25,6 +25,8 @@ CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 class GRPO(Algorithm[TokenScores]):
     """Objectives of tokens or completions; fields are as in `GRPOConfig`."""
 
+    state_fields = ("entropy",)
+
     loss_type: str = "dapo"
     scale_rewards: Scale = "group"
     multi_objective_aggregation: str = "sum_then_normalize"

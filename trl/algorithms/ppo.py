@@ -47,6 +47,8 @@ class EarlyStop:
 class PPO(Algorithm[TokenScores]):
     """Clipped losses of policy and values; fields are as in `PPOConfig`."""
 
+    state_fields = ("early_stop", "episodes")
+
     beta: float = 0.05
     kl_estimator: str = "k1"
     gamma: float = 1.0

@@ -13,6 +13,7 @@ from online_runs import (
     weights,
 )
 from tiny import tiny_model, tiny_tokenizer
+from transformers import TrainerCallback
 
 from trl.algorithms.sft import SFT
 from trl.batch import Batch, Branch, Group, with_totals
@@ -22,7 +23,9 @@ from trl.trainer.base import policy
 from trl.trainer.base.base_config import BaseConfig
 from trl.trainer.base.base_trainer import BaseTrainer
 from trl.trainer.base.policy import Policy
+from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.model_card import Method
+from trl.trainer.rloo_trainer import RLOOTrainer
 from trl.types import Prefix
 
 
@@ -223,3 +226,22 @@ def test_the_loop_goes_on_after_running_out_of_memory(tmp_path):
     short.train()
     assert failures == [2] and short.phases.batches["training"].size == 1
     assert torch.equal(weights(short.model), weights(small.model))
+
+
+@pytest.mark.parametrize("kind", [RLOOTrainer, GRPOTrainer])
+def test_options_that_a_callback_changes_reach_the_loss(tmp_path, kind):
+    """The second update clips at other ratios than in a run whose options stay."""
+
+    class Narrow(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            args.epsilon = 0.0
+
+    common = {"num_iterations": 3, "max_steps": 3, "learning_rate": 2.0}
+    runs = []
+    for name, callbacks in (("changed", [Narrow()]), ("not", [])):
+        trainer = make_trainer(tmp_path / name, kind, callbacks=callbacks, **common)
+        trainer.train()
+        runs.append([entry["loss"] for entry in trainer.state.log_history[:3]])
+    changed, unchanged = runs
+    assert changed[0] == unchanged[0]
+    assert abs(changed[1] - unchanged[1]) > 1e-3

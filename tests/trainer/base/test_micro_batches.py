@@ -388,3 +388,26 @@ def test_no_rank_goes_back_alone_where_others_wait_for_it(tmp_path, count):
     assert phases.batches["training"].disabled == (count > 1)
     assert phases.adaptive("scoring", alone=True).disabled
     assert not phases.adaptive("rewards").disabled
+
+
+def test_gradients_that_wait_are_not_allocated_after_memory_ran_out(tmp_path):
+    """The first chunk leaves gradients of lookups; the second one fails."""
+    trainer = make_trainer(tmp_path, per_device_train_batch_size=8, max_tokens_per_piece=12)
+    weight = trainer.model.get_input_embeddings().weight
+    grads = []
+    trainer.runner.reset_hooks.insert(0, lambda: grads.append(weight.grad))
+    calls = []
+    compute = trainer.compute_loss
+
+    def scarce(*args, **kwargs):
+        calls.append(len(calls))
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError(MESSAGE)
+        return compute(*args, **kwargs)
+
+    trainer.compute_loss = scarce
+    grads.clear()
+    trainer.train()
+    failed = [grad for grad in grads if grad is not None]
+    assert trainer.phases.batches["training"].failures == 1
+    assert failed == []

@@ -87,13 +87,17 @@ class Annotator:
         with self.reference.active(self.policy()) as model:
             for batch in step.batches:
                 logps = self.logps(model, batch, max_units)
-                self._watch("log-probability of the reference", logps, batch)
                 batches.append(batch.with_columns(ref_logps=logps))
         return step.with_batches(batches)
 
     def logps(self, model: nn.Module, batch: Batch, max_units: int | None = None) -> Tensor:
         """Log-probabilities (B, C) of the tokens of a batch under a model, without gradient."""
-        return self._score(model, batch, ["logps"], max_units)["logps"]
+        logps = self._score(model, batch, ["logps"], max_units)["logps"]
+        description = "log-probability without gradient"
+        if model is not self.policy():
+            description = "log-probability of the reference"
+        self.guard.watch(description, logps, batch.rows)  # also of answers without a loss
+        return logps
 
     @torch.no_grad()
     def _score(

@@ -14,7 +14,7 @@ from transformers import DefaultFlowCallback, TrainerCallback, TrainerControl
 from transformers.training_args import OptimizerNames
 from transformers.utils import logging
 
-from ...algorithms.base import Algorithm, LossTerms, divide
+from ...algorithms.base import Algorithm, LossTerms, divide, with_changed_options
 from ...batch import Batch, Step
 from ...memory.phases import Phases
 from ...memory.random_numbers import preserve_rng_state
@@ -99,7 +99,7 @@ class BaseTrainer(StrictKeywordArguments, OverrideCheck, BestMetricCheck, Checkp
         return self.make_algorithm()
 
     def make_algorithm(self) -> Algorithm[Any]:
-        """Make the algorithm of the options."""
+        """Make the algorithm of the options; called before each update, as they may change."""
         algorithm: Algorithm[Any] = self.args.make_algorithm()
         return algorithm
 
@@ -145,6 +145,8 @@ class BaseTrainer(StrictKeywordArguments, OverrideCheck, BestMetricCheck, Checkp
             self._memory_callback.begin_step(self.state.global_step)
         inputs = list(islice(epoch_iterator, num_batches))
         self.load_random_state()
+        # A callback may have changed an option, such as `beta`, since the last update.
+        self.algorithm = with_changed_options(self.algorithm, self.make_algorithm())
         return (self.take_step(inputs, "train") if inputs else []), None
 
     def take_step(self, inputs: list[Any], mode: Mode) -> list[Batch]:

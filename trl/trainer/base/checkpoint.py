@@ -69,13 +69,14 @@ class RankState:
         A file of another `STATE_FORMAT` is a ValueError.
         """
         path = self._path(folder)
-        state = load(path) if path.exists() else None
-        if state is not None and state.get("format", 1) != STATE_FORMAT:
-            raise ValueError(
-                f"{path} was written by another version of trl, whose runs this one cannot go on "
-                "with. Resume with that version, or begin a new run with model_name_or_path="
-                f"{str(folder)!r}."
-            )
+        with self._ranks.fail_together("reading the state of the run"):
+            state = load(path) if path.exists() else None
+            if state is not None and state.get("format", 1) != STATE_FORMAT:
+                raise ValueError(
+                    f"{path} was written by another version of trl, whose runs this one cannot go "
+                    "on with. Resume with that version, or begin a new run with "
+                    f"model_name_or_path={str(folder)!r}."
+                )
         fits = state is not None and state["plan"] == layout
         # Ranks that continue a rollout batch and ranks that begin one would wait for each other.
         lacking = [rank for rank, has in enumerate(self._ranks.gather_objects(fits)) if not has]

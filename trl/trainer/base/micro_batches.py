@@ -89,22 +89,25 @@ class MicroBatchRunner:
     ) -> Tensor | None:
         """Compute micro-batches: the loss () of the last one; None if memory ran out."""
         loss = torch.zeros((), device=self._args.device)
-        for batch in micro_batches:
-            recorded = self._metrics.state()
-            loss = torch.zeros_like(loss)
-            cuts = self._cuts(batch, self._size.size)
-            with several_passes() as waiting:
-                for units in cuts:
-                    waiting.is_last = units is cuts[-1]
-                    sync = nullcontext if waiting.is_last else no_sync
-                    try:
-                        with self._phases("backward"), sync(), self._offloading():
+        units = range(0)  # of the chunk that is computed
+        try:
+            for batch in micro_batches:
+                recorded = self._metrics.state()
+                loss = torch.zeros_like(loss)
+                cuts = self._cuts(batch, self._size.size)
+                # An error must leave this block as one: gradients that wait in it are dropped then,
+                # but on a normal exit they are added to `.grad`, which takes memory.
+                with several_passes() as waiting:
+                    for units in cuts:
+                        waiting.is_last = units is cuts[-1]
+                        context = nullcontext if waiting.is_last else no_sync
+                        with self._phases("backward"), context(), self._offloading():
                             loss += forward_backward(batch.select_units(units))
-                    except Exception as error:
-                        self._size.shrink(error, units)
-                        return None
-            if batch is not micro_batches[-1]:  # its metrics were recorded the first time
-                self._metrics.restore(recorded)
+                if batch is not micro_batches[-1]:  # its metrics were recorded the first time
+                    self._metrics.restore(recorded)
+        except Exception as error:
+            self._size.shrink(error, units)
+            return None
         return loss
 
     def chunks(self, batch: Batch) -> list[Batch]:

@@ -218,7 +218,7 @@ class OnlineTrainer(BaseTrainer):
         self.source = RolloutSource(
             args=args,
             encode=self.encode,
-            generate=self.generate,
+            generate=lambda prompts, mode: self.generate(prompts, mode),  # as it is then
             rewards=self.rewards,
             keeps_groups=self.algorithm.needs.whole_groups,
             ranks=self.ranks,
