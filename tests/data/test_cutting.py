@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import tiny_tokenizer
 
-from trl.data.cutting import CutReport, DocumentLimits, LossCounter, cut_documents
+from trl.data.cutting import CutCounter, CutReport, DocumentLimits, cut_documents
 from trl.data.encode import TextEncoder
 from trl.data.examples import RowReader, token_counts
 from trl.data.prepare import prepare_supervised
@@ -151,7 +151,7 @@ def test_equal_cuts_have_equal_fingerprints():
 
 
 def test_losses_of_a_stream_are_counted(caplog):
-    losses = LossCounter()
+    losses = CutCounter()
     for masks in ([[1] * 5, [0, 0]], [[1] * 4], [[1] * 2]):
         losses.add(cut(table_of(masks), 3).report)
     losses.log_totals()

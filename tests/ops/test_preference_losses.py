@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trl.ops.preference_losses import (
+    AOT_LOSSES,
     DIVERGENCES,
     PAIR_LOSSES,
-    RANKED,
     WITHOUT_DIVERGENCE,
     PairOptions,
     PairScores,
@@ -81,7 +81,7 @@ def pairs(**changes):
 def cases():
     for name in PAIR_LOSSES:
         for kind in DIVERGENCES if name not in WITHOUT_DIVERGENCE else ["reverse_kl"]:
-            if name not in RANKED:
+            if name not in AOT_LOSSES:
                 yield name, kind
 
 
@@ -101,7 +101,7 @@ def test_each_loss_is_its_formula(name, kind, beta, alpha):
     torch.testing.assert_close(PAIR_LOSSES[name](pairs(), options), expected, **BOUND)
 
 
-@pytest.mark.parametrize("name", sorted(set(PAIR_LOSSES) - set(RANKED)))
+@pytest.mark.parametrize("name", sorted(set(PAIR_LOSSES) - set(AOT_LOSSES)))
 def test_answers_of_twice_the_tokens(name):
     """With the same log-ratio a token: means over tokens stay, sums of them move further."""
     short = pairs()
@@ -114,7 +114,7 @@ def test_answers_of_twice_the_tokens(name):
 
 def test_fourteen_losses_on_pairs_and_the_ones_without_a_divergence():
     assert len(PAIR_LOSSES) == 14  # the fifteenth, sft, is the mean over tokens of the chosen
-    assert set(RANKED) <= set(WITHOUT_DIVERGENCE) <= set(PAIR_LOSSES)
+    assert set(AOT_LOSSES) <= set(WITHOUT_DIVERGENCE) <= set(PAIR_LOSSES)
 
 
 def test_without_a_difference_dpo_is_ln_2_and_its_gradient_is_half_of_beta():
@@ -142,7 +142,7 @@ def test_partners_are_those_of_optimal_transport():
     assert rank_partners(values, others).tolist() == list(expected)
 
 
-@pytest.mark.parametrize("name", RANKED)
+@pytest.mark.parametrize("name", AOT_LOSSES)
 def test_aot_in_any_split_is_aot_of_the_whole_step(name):
     torch.manual_seed(0)
     chosen, rejected, ref = (torch.randn(6, dtype=torch.float64) for _ in range(3))

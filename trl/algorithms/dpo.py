@@ -11,8 +11,8 @@ from ..online.metrics import MetricStore, record_accuracy, record_entropy
 from ..ops.logit_statistics import Collision, MeanLogit
 from ..ops.masking import masked_sum
 from ..ops.preference_losses import (
+    AOT_LOSSES,
     PAIR_LOSSES,
-    RANKED,
     PairOptions,
     PairScores,
     aot_partners,
@@ -43,7 +43,7 @@ class DPO(PreferenceAlgorithm):
     def needs(self) -> Needs:
         """The reference; for aot losses, log-probabilities before the update."""
         return Needs(
-            old_logps=bool(self._ranked),
+            old_logps=bool(self._aot_losses),
             ref_logps=self.has_reference,
             statistic=Collision() if self.use_weighting else None,
             logged_statistic=MeanLogit(),
@@ -51,9 +51,9 @@ class DPO(PreferenceAlgorithm):
         )
 
     @property
-    def _ranked(self) -> list[str]:
+    def _aot_losses(self) -> list[str]:
         """Losses that compare an answer with answers of other pairs of the step."""
-        return [name for name in self.losses if name in RANKED]
+        return [name for name in self.losses if name in AOT_LOSSES]
 
     def answer_logps(self, logps: Tensor, batch: Batch) -> Tensor:
         """Return log-probabilities of answers (B,); tokens may weigh `ld_alpha`."""
@@ -69,14 +69,14 @@ class DPO(PreferenceAlgorithm):
 
     def credit(self, step: Step, metrics: MetricStore) -> Step:
         """For aot losses, choose the answer of the step that each answer is compared with."""
-        if not self._ranked:
+        if not self._aot_losses:
             return step
         local = torch.cat([self._old_and_reference(batch) for batch in step.batches]).cpu()
         local = local[_is_real(step)]
         all_ranks = step.ranks.gather_objects(local)
         first = sum(len(pairs) for pairs in all_ranks[: step.ranks.rank])
         policy, reference = torch.cat(all_ranks).unbind(1)
-        for name in self._ranked:
+        for name in self._aot_losses:
             partners = aot_partners(name, policy, reference)[first : first + len(local)]
             step = _with_partners(name, partners, step)
         return step
@@ -92,7 +92,7 @@ class DPO(PreferenceAlgorithm):
         ratios = self.log_ratios(scores, batch)
         losses = self._pair_losses(ratios, batch)
         if self.use_weighting:
-            losses = losses * _confidence(scores, batch)
+            losses = losses * _wpo_weights(scores, batch)
         self._record(scores, ratios.detach(), batch, metrics)
         terms = {"pairs": (masked_sum(losses, batch.group_mask), batch.totals.groups)}
         if weight := self.losses.get("sft"):
@@ -109,7 +109,7 @@ class DPO(PreferenceAlgorithm):
             if name == "sft":
                 continue
             chosen_partners = rejected_partners = None
-            if name in RANKED:
+            if name in AOT_LOSSES:
                 partners = batch.columns["aot_logps" if name == "aot" else "aot_unpaired_logps"]
                 chosen_partners, rejected_partners = batch.by_group(partners).unbind(1)
             pairs = PairScores(
@@ -161,7 +161,7 @@ def _with_partners(name: str, partners: Tensor, step: Step) -> Step:
     return step.with_batches(batches)
 
 
-def _confidence(scores: TokenScores, batch: Batch) -> Tensor:
+def _wpo_weights(scores: TokenScores, batch: Batch) -> Tensor:
     """Return weights of pairs (G,): how likely answers are compared with samples of the policy.
 
     See WPO (arXiv 2406.11827).

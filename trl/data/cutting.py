@@ -225,7 +225,7 @@ def cut_documents(prepared: Dataset, limits: DocumentLimits | None = None) -> Cu
     return Cut(prepared, rows, by_column, report, [limits.max_length, limits.long_rows])
 
 
-class LossCounter:
+class CutCounter:
     """Counts what cutting loses of rows that are read a few at a time, and logs the first of each.
 
     `log_totals` says how many there were.

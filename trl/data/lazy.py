@@ -4,7 +4,7 @@ import pyarrow as pa
 from datasets import Dataset
 from datasets.table import InMemoryTable
 
-from .cutting import DocumentLimits, LossCounter, cut_documents
+from .cutting import CutCounter, DocumentLimits, cut_documents
 from .encode import TextEncoder
 from .examples import IGNORED, Example
 from .prepare import (
@@ -35,7 +35,7 @@ class LazyDocuments:
         self._readable = readable(raw)
         self._encoder = supervised_encoder(first_row(raw), encoder, options)
         self._limits = limits
-        self._losses = LossCounter()
+        self._losses = CutCounter()
 
     def __call__(self, batch: Columns) -> Columns:
         """Return the columns of a prepared dataset, of documents with a token to train on.

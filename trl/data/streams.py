@@ -7,7 +7,7 @@ from itertools import islice
 from datasets import Dataset, IterableDataset
 from torch.utils.data import IterableDataset as TorchIterableDataset
 
-from .cutting import Cut, LossCounter
+from .cutting import Cut, CutCounter
 from .examples import Example, num_tokens
 from .packing import MicroBatchSampler, share_of_rank
 
@@ -52,7 +52,7 @@ class PreparedStream(TorchIterableDataset):  # type: ignore[type-arg]
         return self.arrange(self._cut_rows(at_once))
 
     def _cut_rows(self, at_once: int) -> Iterator[Example]:
-        losses = LossCounter()
+        losses = CutCounter()
         for table in self._tables.iter(at_once):
             # A fingerprint of its contents would take longer than all else.
             cut = self.cut(Dataset(table, fingerprint=""))

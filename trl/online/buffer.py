@@ -60,7 +60,8 @@ class Buffer:
     def restore(self, step: int, state: list[dict[str, Any]] | None, device: torch.device) -> None:
         """Hold the micro-batches that `state` returned when `step` was the next micro-step."""
         self.clear()
-        # With ignore_data_skip=True, the loop may begin a new round here.
+        # With `ignore_data_skip` the loop starts at micro-step 0, where the saved round does not
+        # belong.
         if state is not None and step % self._period:
             self._round = step // self._period
             self._micro_batches = [_batch_of(values, device) for values in state]

@@ -145,8 +145,8 @@ PAIR_LOSSES: dict[str, Callable[[PairScores, PairOptions], Tensor]] = {
     "discopop": _discopop,
     "sigmoid_norm": lambda s, o: -logsigmoid(o.beta * _norm_margin(s, o)),
 }
-RANKED = ("aot", "aot_unpaired")  # losses that need partners
-WITHOUT_DIVERGENCE = ("nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down", *RANKED)
+AOT_LOSSES = ("aot", "aot_unpaired")  # losses that need partners
+WITHOUT_DIVERGENCE = ("nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down", *AOT_LOSSES)
 
 
 def rank_partners(values: Tensor, candidates: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from enum import Enum
 from typing import Any, ClassVar
 
 from ..algorithms.dpo import DPO
-from ..ops.preference_losses import PAIR_LOSSES, RANKED, WITHOUT_DIVERGENCE, PairOptions
+from ..ops.preference_losses import AOT_LOSSES, PAIR_LOSSES, WITHOUT_DIVERGENCE, PairOptions
 from ..options import option
 from ..suggestions import did_you_mean
 from .offline.offline_config import PreferenceConfig
@@ -106,7 +106,8 @@ class DPOConfig(PreferenceConfig):
     def _problems(self) -> dict[str, Any]:
         names, smoothing, divergence = set(self.losses), self.label_smoothing, "f_divergence_type"
         plain, divided, ranked = (
-            ", ".join(sorted(names & {*group})) for group in (WITHOUT_DIVERGENCE, DIVIDED, RANKED)
+            ", ".join(sorted(names & {*group}))
+            for group in (WITHOUT_DIVERGENCE, DIVIDED, AOT_LOSSES)
         )
         has_divergence = self.f_divergence_type != "reverse_kl"
         return super()._problems() | {

@@ -109,7 +109,8 @@ class KTOTrainer(PreferenceTrainer):
             return super().score(model, batch.select_branch(0))
         if len(batch) == len(self._one_forward.batch):
             return self._score_with_mismatched(model, batch)
-        # The step was cut because memory ran out, which happens on one process only.
+        # The step was cut after out-of-memory. Only runs of one process continue after that, so no
+        # other rank waits.
         if "kl" not in self._one_forward.batch.columns:
             self._one_forward = self._estimate_beforehand(self._one_forward)
         own = batch.select_branch(0)
@@ -153,7 +154,8 @@ class KTOTrainer(PreferenceTrainer):
         for batch, scores in self._evaluated:
             batch = batch.with_columns(kl=kl.expand(len(batch)))
             losses = self.algorithm.sum_of_losses(scores, batch)
-            metrics.mean("loss", losses[None], 0.0)  # the weights are known
+            # `record_loss` has recorded the totals of the batches as weights, with sums of 0.
+            metrics.mean("loss", losses[None], 0.0)
         self._evaluated = []
         return output
 

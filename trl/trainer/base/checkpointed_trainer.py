@@ -34,9 +34,9 @@ class CheckpointedTrainer(Trainer):
     """`transformers.Trainer` with atomic checkpoints, from which runs resume bit for bit."""
 
     method: ClassVar[Method]
-    _is_saving = False  # a checkpoint
+    _is_saving = False  # whether a checkpoint is being written
     _chosen: str | None = None  # the checkpoint that was found intact
-    _saved: tuple[str, dict[str, Any] | None] | None = None  # the one resumed from, and its state
+    _saved: tuple[str, dict[str, Any] | None] | None = None  # checkpoint that is resumed, and state
     _random_state_to_load: str | None = None  # checkpoint whose random numbers are to be restored
 
     def __init__(self, policy: Policy, args: BaseConfig, **options: Any):
@@ -48,7 +48,7 @@ class CheckpointedTrainer(Trainer):
         self.model.add_model_tags(["trl", self.method.tag])
         self.ranks = Ranks(self.accelerator, args.ranks_per_row)
         self.run_lock = RunLock(args, self.ranks)
-        self.run_facts: dict[str, Any] = {}  # that a resumed run must share, besides options
+        self.run_facts: dict[str, Any] = {}  # must be equal in a resumed run
         self.metrics: dict[Mode, MetricStore] = {"train": MetricStore(), "eval": MetricStore()}
         self.data_position = DataPosition()
         self.rank_state = RankState(self.ranks)
@@ -99,7 +99,7 @@ class CheckpointedTrainer(Trainer):
                 epochs = most_epochs
                 micro_steps = 0
         self.data_position = DataPosition(epochs, micro_steps)
-        self.drop_update()  # that an error interrupted
+        self.drop_update()  # an error may have interrupted one
         return epochs, micro_steps
 
     def _begin_training(self) -> None:
@@ -227,7 +227,7 @@ class CheckpointedTrainer(Trainer):
             super()._save(output_dir, state_dict)
         folder = output_dir or self.args.output_dir
         save_arguments(self.args, folder)
-        self.create_model_card(folder=folder)  # in place of that of peft
+        self.create_model_card(folder=folder)  # replaces the card of peft
 
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None

@@ -20,7 +20,7 @@ from ...ops.in_place import several_passes
 from .base_config import BaseConfig
 from .policy import router_coefficient
 
-ForwardBackward = Callable[[Batch], Tensor]  # both passes of a chunk: its loss ()
+ForwardBackward = Callable[[Batch], Tensor]  # computes both passes; returns the loss ()
 Context = Callable[[], AbstractContextManager[Any]]
 
 
@@ -51,14 +51,14 @@ class MicroBatchRunner:
             self._offloading = ActivationOffloading(model)
         # Each drops what the micro-batches of an update have left somewhere.
         self.reset_hooks: list[Callable[[], None]] = [model.zero_grad]
-        self.done: list[Batch] = []  # micro-batches since the last update
-        self.operations = 0  # floating-point, of this rank's last micro-batch
+        self.done: list[Batch] = []  # micro-batches computed since the last update
+        self.operations = 0  # floating-point operations of this rank's last micro-batch
         self._operations_per_token = operations_per_token(model) / ranks.per_row
 
     def run(
         self, batch: Batch, forward_backward: ForwardBackward, no_sync: Context = nullcontext
     ) -> Tensor:
-        """Compute a micro-batch: its loss (). Ranks exchange gradients in its last chunk alone.
+        """Compute a micro-batch; return its loss (). Ranks exchange gradients in its last chunk.
 
         `operations` is then an estimate as that of transformers: 6 for each token and each weight
         outside embeddings. What completions share counts once.
@@ -87,7 +87,7 @@ class MicroBatchRunner:
     def _attempt(
         self, micro_batches: list[Batch], forward_backward: ForwardBackward, no_sync: Context
     ) -> Tensor | None:
-        """Compute micro-batches: the loss () of the last one; None if memory ran out."""
+        """Compute micro-batches; return the loss () of the last one, or None if memory ran out."""
         loss = torch.zeros((), device=self._args.device)
         units = range(0)  # of the chunk that is computed
         try:
@@ -103,7 +103,7 @@ class MicroBatchRunner:
                         context = nullcontext if waiting.is_last else no_sync
                         with self._phases("backward"), context(), self._offloading():
                             loss += forward_backward(batch.select_units(units))
-                if batch is not micro_batches[-1]:  # its metrics were recorded the first time
+                if batch is not micro_batches[-1]:  # earlier ones recorded their metrics already
                     self._metrics.restore(recorded)
         except Exception as error:
             self._size.shrink(error, units)

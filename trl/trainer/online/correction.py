@@ -180,7 +180,7 @@ class EngineCorrection:
 
 
 def with_old_logps(batch: Batch, scores: TokenScores) -> Batch:
-    """Take the detached scores for those of the policy that generated, unless these are known.
+    """Use the detached scores as `old_logps` if there are none.
 
     On-policy, the weights have not moved since: the ratio is then exactly 1, and its gradient that
     of the log-probability. No rounding of the forward pass can make it differ.

@@ -308,7 +308,11 @@ class OnlineTrainer(BaseTrainer):
                 self.metrics[mode].maximum(name, count)
 
     def _ready_for_loss(self, batch: Batch, is_finite: bool) -> Batch:
-        """Drop old log-probabilities on-policy; have updates of unusable scores refused."""
+        """Drop old log-probabilities if on-policy, and mark the rows that have a gradient.
+
+        If scores are not finite, all advantages become NaN, so that the gradient guard skips the
+        updates.
+        """
         if not is_finite:
             nan = torch.full_like(batch.columns["advantages"], torch.nan)
             batch = batch.with_columns(advantages=nan)

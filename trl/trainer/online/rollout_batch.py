@@ -20,10 +20,11 @@ def rollout_batch(
     group_size: int,
     masks_truncated: bool = False,
 ) -> Batch:
-    """Group the completions of each prompt, on the CPU. Ranks may have parts of groups.
+    """Make a batch of a rank's completions, grouped by prompt, on the CPU.
 
-    Tokens that the policy did not write are not in the loss, nor those of truncated completions if
-    it `masks_truncated`. `first_row` is the index of the first row among those of all ranks.
+    Its first and last group lack the completions that other ranks have. Tokens that the policy did
+    not write are not in the loss; with `masks_truncated`, those of truncated completions are not
+    either. `first_row` is the index of the first row among those of all ranks.
     """
     masks = _loss_masks(generations, masks_truncated)
     groups = []
@@ -58,9 +59,9 @@ def _loss_masks(generations: Generations, masks_truncated: bool) -> list[list[bo
 def mark_truncated(
     table: RewardTable, is_truncated: Tensor, masks_truncated: bool, ranks: Ranks
 ) -> RewardTable:
-    """Say which completions of all ranks were truncated: (B,) bool, those of this rank.
+    """Set `ended` of the completions of all ranks; `is_truncated` (B,) bool is of this rank.
 
-    If their tokens are masked, they are not scorable, so that baselines do without them.
+    With `masks_truncated`, truncated completions become not scorable: baselines leave them out.
     """
     truncated = ranks.gather(is_truncated)
     table = dataclasses.replace(table, ended=~truncated)
@@ -77,9 +78,9 @@ def rows_with_gradient(batch: Batch) -> Tensor:
 
 
 def completion_advantages(batch: Batch, ranks: Ranks) -> Tensor:
-    """One advantage for each completion of all ranks: (N,); of tokens, their mean.
+    """Return one advantage for each completion of all ranks (N,): the mean of those of tokens.
 
-    Where they were scaled for the loss, these are the unscaled ones.
+    PPO whitens its advantages for the loss; those from before that are returned.
     """
     columns, mask = batch.columns, batch.loss_mask
     advantages = columns["advantages"]

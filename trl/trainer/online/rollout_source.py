@@ -30,7 +30,7 @@ class RoundId:
     """Identity of a round: it decides all random numbers that its completions are drawn with."""
 
     number: int  # rounds of the run before it; in evaluation, batches of the evaluation before it
-    version: int  # optimizer steps behind the weights that generate
+    version: int  # optimizer steps that made the weights that generate
     mode: Mode = "train"
 
     def seeds(self, seed: int, first_row: int, count: int) -> tuple[int, ...]:
@@ -38,7 +38,7 @@ class RoundId:
         from ...generation.base import row_seeds
 
         key: tuple[object, ...] = (seed, self.mode, self.number)
-        if self.mode == "eval":  # whose numbers begin again each time
+        if self.mode == "eval":  # the numbers of each evaluation begin at 0
             key = (seed, self.mode, self.version, self.number)
         return row_seeds(key, first_row, count)
 

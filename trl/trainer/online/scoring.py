@@ -132,12 +132,12 @@ class RolloutScoring:
         metrics: MetricStore,
         with_entropies: bool = False,
     ) -> TokenScores:
-        """Score the rows of a chunk that have a gradient; the others count as not moved."""
+        """Score the rows of a chunk that have a gradient; the ratio of the others is 1."""
         rows = rows_to_score(batch, self.policy.ranks.is_distributed)
         if not rows:
             return _scores_without_forward(batch, model)
         part = batch if len(rows) == len(batch) else batch.select(rows)
-        # What was scored once a round, with the weights that generated, is known by now.
+        # If `old_logps` exist, they are compared with the engine; `log_mass` came with them.
         is_compared = "sampling_logps" in batch.columns and "old_logps" not in batch.columns
         scores = self.scorer(
             model,
