@@ -80,7 +80,7 @@ def rows_with_gradient(batch: Batch) -> Tensor:
 def completion_advantages(batch: Batch, ranks: Ranks) -> Tensor:
     """Return one advantage for each completion of all ranks (N,): the mean of those of tokens.
 
-    PPO whitens its advantages for the loss; those from before that are returned.
+    If the loss has whitened advantages of tokens, those from before whitening are returned.
     """
     columns, mask = batch.columns, batch.loss_mask
     advantages = columns["advantages"]
