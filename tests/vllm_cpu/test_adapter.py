@@ -106,7 +106,7 @@ def test_an_adapter_that_did_not_arrive_stops_training_and_is_sent_with_all_weig
     complete(found, 0)
     move(model)
     found._engine.faulty = True
-    words = r"Step 1.* adapter in model.layers.0.self_attn.q_proj and 5 more layers differs from what"
+    words = "Step 1.* adapter in model.layers.0.self_attn.q_proj and 5 more layers differs from"
     with pytest.raises(WeightSyncError, match=words):
         complete(found, 1)
     found._engine.faulty = False
