@@ -135,7 +135,7 @@ def test_plain_lines(tmp_path, capsys):
     trainer = trained(tmp_path, PlainProgressCallback())
     lines = [x for x in capsys.readouterr().out.splitlines() if x.startswith("step ")]
     clock = rf"{CLOCK}, \d:\d\d:\d\d left"
-    expected = ["step 1/2  generating 8 rows", "step 1/2  scoring", "step 1/2  computing rewards"]
+    expected = ["step 1/2  generating 8 rows", "step 1/2  computing rewards", "step 1/2  scoring"]
     expected += ["step 1/2  training", f"step 1/2  {clock}", EVALUATION]
     expected += [rf"step 2/2  {LOGGED}  {clock}"]
     expected += [EVALUATION.replace("step 1", "step 2")]

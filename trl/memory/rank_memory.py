@@ -59,9 +59,13 @@ class RankMemory:
         is_float32 = loaded or (model.frozen and not run.sharding.is_zero)
         self.stored = FLOAT32 if is_float32 else run.weight_bytes
         # Bytes of an entry of a gradient in the backward pass, and of all gradients.
-        is_cast = run.sharding.stage and run.loaded_bytes
-        self.trained = FLOAT32 if model.frozen and not is_cast else run.weight_bytes
+        self.trained = self._gradient_bytes()
         self.whole_gradients = self.trained * self._trainable
+
+    def _gradient_bytes(self) -> float:
+        """Bytes of an entry of a gradient: adapters train in float32 unless they are cast."""
+        is_cast = self.run.sharding.stage and self.run.loaded_bytes
+        return FLOAT32 if self.model.frozen and not is_cast else self.run.weight_bytes
 
     def resident(
         self, gradients: float = 0.0, gathered: float = 0.0, buffers: float = 0.0
