@@ -49,6 +49,15 @@ def dtype_of_name(name: str) -> torch.dtype:
     return dtype
 
 
+def checked_dtype(dtype: object) -> object:
+    """Return a `dtype` of model_init_kwargs; a ValueError if it is a name that is not known."""
+    if isinstance(dtype, str) and dtype not in DTYPES:
+        raise ValueError(
+            f"dtype={dtype!r} in model_init_kwargs must be one of {', '.join(DTYPES)}."
+        )
+    return dtype
+
+
 def load_policy(
     name: str,
     init_kwargs: dict[str, Any] | None,
@@ -64,11 +73,7 @@ def load_policy(
     process has its own device.
     """
     kwargs: dict[str, Any] = {"trust_remote_code": trust_remote_code} | (init_kwargs or {})
-    kwargs["dtype"] = kwargs.pop("torch_dtype", kwargs.get("dtype", "float32"))
-    if isinstance(kwargs["dtype"], str) and kwargs["dtype"] not in DTYPES:
-        raise ValueError(
-            f"dtype={kwargs['dtype']!r} in model_init_kwargs must be one of {', '.join(DTYPES)}."
-        )
+    kwargs["dtype"] = checked_dtype(kwargs.pop("torch_dtype", kwargs.get("dtype", "float32")))
     if quantization_config is not None:
         if "quantization_config" in kwargs:
             raise ValueError(
