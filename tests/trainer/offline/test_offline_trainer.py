@@ -282,6 +282,15 @@ def test_a_prepared_dataset_is_evaluated_and_predicted(tmp_path):
     assert trainer.evaluate(prepared)["eval_loss"] == found["eval_b_loss"]
 
 
+def test_an_evaluation_set_may_be_replaced_by_a_raw_one(tmp_path):
+    trainer = make_trainer(tmp_path, eval_dataset={"a": texts(6), "b": texts(4)})
+    found = trainer.evaluate()
+    trainer.eval_dataset = texts(6)
+    assert trainer.evaluate()["eval_loss"] == found["eval_a_loss"]
+    trainer.eval_dataset = {"other": texts(4)}
+    assert trainer.evaluate()["eval_other_loss"] == found["eval_b_loss"]
+
+
 @pytest.mark.parametrize(
     ("runs", "columns"),
     [

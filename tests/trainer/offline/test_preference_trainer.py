@@ -182,8 +182,19 @@ def test_the_update_is_the_same_and_the_reference_is_let_go(tmp_path):
     live = make_trainer(tmp_path, ref_model=other_model(), eval_dataset=pairs(), **split)
     live.train()
     assert found == pytest.approx(live.evaluate()["eval_rewards/margins"], abs=1e-5)
-    with pytest.raises(ValueError, match="only evaluation sets that were passed to the trainer"):
+    of_train = trainer.evaluate(trainer.train_dataset)["eval_rewards/margins"]
+    assert of_train == pytest.approx(found, abs=1e-5)
+    assert trainer.predict(trainer.train_dataset).predictions["rewards"].shape == (8, 2)
+    with pytest.raises(ValueError, match="only datasets that were passed to the trainer"):
         trainer.evaluate(pairs())
+
+
+def test_a_replaced_evaluation_set_is_scored_by_the_reference_as_well(tmp_path):
+    trainer = make(tmp_path, eval_dataset=pairs(dpo_runs.PAIRS[:3]))
+    trainer.eval_dataset = {"raw": pairs()}
+    trainer.begin_training()
+    trainer.evaluate()
+    assert "ref_chosen_logps" in trainer.eval_dataset["raw"].column_names
 
 
 def test_equal_layouts_give_equal_numbers(tmp_path):

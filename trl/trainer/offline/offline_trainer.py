@@ -64,6 +64,7 @@ class OfflineTrainer(BaseTrainer):
     _reader: RowReader | None = None  # of the training set; None for a stream
     _predictions: Predictions | None = None  # while `predict` runs
     _tokens: Tensor | int = 0  # of the update that is being computed, on all ranks
+    _own_datasets: Sequence[object] = ()  # of the trainer, which are prepared
 
     def __init__(
         self,
@@ -119,6 +120,7 @@ class OfflineTrainer(BaseTrainer):
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
         )
+        self.remember_datasets()
         self._make_scorer()
         if self.ranks.per_row > 1:
             self._divide_rows()
@@ -222,10 +224,11 @@ class OfflineTrainer(BaseTrainer):
         args: OfflineConfig,
         mode: Mode = "eval",
     ) -> Any:
-        """Prepare a dataset, or a dictionary of evaluation sets."""
+        """Prepare a dataset, or a dictionary of evaluation sets, unless it is the trainer's own."""
         if isinstance(dataset, Mapping):
             return {name: self._prepared(value, args) for name, value in dataset.items()} or None
-        if dataset is None or isinstance(dataset, PreparedStream):
+        is_own = any(dataset is own for own in self._own_datasets)
+        if dataset is None or is_own or isinstance(dataset, PreparedStream):
             return dataset
         check_dataset(f"{mode}_dataset", dataset)
         prepared = self.prepare_dataset(dataset, self._encoder, args, mode)
@@ -272,10 +275,7 @@ class OfflineTrainer(BaseTrainer):
             eval_dataset = self.eval_dataset
         if eval_dataset is None:
             raise ValueError("There is no eval_dataset: pass one here, or to the trainer.")
-        own = self.eval_dataset.values() if isinstance(self.eval_dataset, Mapping) else ()
-        if not any(eval_dataset is dataset for dataset in (self.eval_dataset, *own)):
-            eval_dataset = self._prepared(eval_dataset, self.args)
-        return self._loader(eval_dataset, "eval")[0]
+        return self._loader(self._prepared(eval_dataset, self.args), "eval")[0]
 
     get_test_dataloader = get_eval_dataloader  # of `predict`
 
@@ -284,9 +284,16 @@ class OfflineTrainer(BaseTrainer):
         dataset = self.train_dataset
         return dataset.rows if isinstance(dataset, PreparedStream) else raw_rows(dataset)
 
+    def remember_datasets(self) -> None:
+        """Remember that the trainer's datasets are prepared, unlike others that are set later."""
+        evaluation = self.eval_dataset
+        parts = evaluation.values() if isinstance(evaluation, Mapping) else [evaluation]
+        self._own_datasets = [self.train_dataset, *parts]
+
     def replace_train_dataset(self, dataset: Dataset) -> None:
         """Train on another dataset of as many rows, such as one with further columns."""
         self.train_dataset = dataset
+        self._own_datasets = [*self._own_datasets, dataset]
         if self._reader is not None:
             self._reader.read_from(dataset)
 

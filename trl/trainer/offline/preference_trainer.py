@@ -84,8 +84,8 @@ class PreferenceTrainer(OfflineTrainer):
         option = "precompute_ref_log_probs=True"
         if args.precompute_ref_log_probs and self._reference_released:
             raise ValueError(
-                f"{option}: the reference is not kept while training, so only evaluation sets that "
-                "were passed to the trainer can be evaluated."
+                f"{option}: the reference is not kept while training, so only datasets that were "
+                "passed to the trainer can be evaluated."
             )
         if args.precompute_ref_log_probs and isinstance(dataset, IterableDataset):
             raise ValueError(
@@ -108,12 +108,13 @@ class PreferenceTrainer(OfflineTrainer):
             weights = _digest_of_weights(reference)
             score = partial(self._with_ref_logps, model=model, weights=weights)
             self.replace_train_dataset(score(self.train_dataset))
-            if isinstance(self.eval_dataset, Mapping):
-                self.eval_dataset = {
-                    name: score(dataset) for name, dataset in self.eval_dataset.items()
-                }
-            elif self.eval_dataset is not None:
-                self.eval_dataset = score(self.eval_dataset)
+            evaluation = self._prepared(self.eval_dataset, self.args)
+            if isinstance(evaluation, Mapping):
+                evaluation = {name: score(dataset) for name, dataset in evaluation.items()}
+            elif evaluation is not None:
+                evaluation = score(evaluation)
+            self.eval_dataset = evaluation
+        self.remember_datasets()
 
     def _with_ref_logps(
         self, dataset: Dataset, model: nn.Module, weights: "hashlib._Hash"
