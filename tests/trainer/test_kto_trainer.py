@@ -1,6 +1,7 @@
 """What one step of KTO computes, against rows computed one by one from full logits."""
 
 import math
+import weakref
 
 import pytest
 import torch
@@ -211,6 +212,23 @@ def test_evaluation_of_the_training_rows_gives_the_training_loss(tmp_path, refer
     assert found["eval_same_kl"] == pytest.approx(reference[2], abs=2e-5)
     assert found["eval_short_loss"] != pytest.approx(reference[0], rel=1e-3)
     assert trainer.predict(labelled()).metrics["test_loss"] == pytest.approx(reference[0], rel=1e-6)
+
+
+def test_an_evaluation_keeps_no_numbers_of_tokens(tmp_path, monkeypatch):
+    """However many batches it has: their masks, reference values and scores are let go."""
+    scored, alive = [], []
+    original = KTOTrainer.loss
+
+    def loss(self, scores, batch):
+        tensors = [scores.logps, batch.loss_mask, batch.columns["ref_logps"]]
+        scored.extend(weakref.ref(tensor) for tensor in tensors)
+        alive.append(sum(reference() is not None for reference in scored))
+        return original(self, scores, batch)
+
+    trainer = make_trainer(tmp_path, eval_dataset=labelled(), per_device_eval_batch_size=1)
+    monkeypatch.setattr(KTOTrainer, "loss", loss)
+    trainer.evaluate()
+    assert len(alive) == 8 and max(alive) <= 6  # of this batch, and of the one before
 
 
 def test_predictions_are_of_every_row_under_its_number(tmp_path, reference):

@@ -17,6 +17,16 @@ from .base import LossTerms, Needs
 from .preferences import PreferenceAlgorithm
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AnswerRatios:
+    """What is left of a scored batch for the losses of its answers: numbers of rows (B,)."""
+
+    own: Tensor  # log-ratios
+    mismatched: Tensor  # log-ratio of another answer behind the same prompt
+    label: Tensor  # bool
+    mask: Tensor  # bool: answers in the loss, neither mismatched ones nor fillers
+
+
 @dataclass(frozen=True, kw_only=True)
 class KTO(PreferenceAlgorithm):
     """Losses of answers with a label, averaged over an optimizer step (arXiv 2402.01306).
@@ -50,10 +60,7 @@ class KTO(PreferenceAlgorithm):
         The mean is over the groups of these batches on all ranks.
         """
         ratios = torch.cat([batch.columns["mismatched_ratios"] for batch in batches])
-        masks = torch.cat([batch.branch_mask(0) for batch in batches])
-        sums = torch.stack([masked_sum(ratios, masks), masks.sum()])
-        total, count = ranks.sum(sums).unbind()
-        return (total / count.clamp(min=1)).clamp(min=0)
+        return mean_ratio(ratios, torch.cat([batch.branch_mask(0) for batch in batches]), ranks)
 
     def with_mismatched_ratios(self, batch: Batch, mismatched: Batch, logps: Tensor) -> Batch:
         """Add the log-ratio of each group's mismatched answer to a batch, at all of its rows.
@@ -67,15 +74,41 @@ class KTO(PreferenceAlgorithm):
         """Return the sum over answers; the batch has the column `kl`."""
         self.record(scores, batch, metrics)
         metrics.value("kl", batch.columns["kl"][0])
-        return {"kto": (self.sum_of_losses(scores, batch), batch.totals.groups)}
+        losses = self.losses(
+            self.log_ratios(scores, batch), batch.columns["label"], batch.columns["kl"]
+        )
+        return {"kto": (masked_sum(losses, batch.branch_mask(0)), batch.totals.groups)}
 
-    def sum_of_losses(self, scores: TokenScores, batch: Batch) -> Tensor:
-        """Return the sum () of the losses of answers."""
-        ratios = self.log_ratios(scores, batch)
-        label = batch.columns["label"]
+    def losses(self, ratios: Tensor, label: Tensor, kl: Tensor) -> Tensor:
+        """Return the weighted losses (B,) of answers with log-ratios (B,) and labels (B,)."""
         weights = torch.where(label, self.desirable_weight, self.undesirable_weight)
-        losses = weights * kto_loss(ratios, label, batch.columns["kl"], self.beta)
-        return masked_sum(losses, batch.branch_mask(0))
+        return weights * kto_loss(ratios, label, kl, self.beta)
+
+    def answer_ratios(self, scores: TokenScores, batch: Batch) -> AnswerRatios:
+        """Keep what the losses of a batch of both answers need, but nothing of single tokens."""
+        logps = scores.logps[batch.branch_rows(1)]
+        batch = self.with_mismatched_ratios(batch, batch.select_branch(1), logps)
+        return AnswerRatios(
+            own=self.log_ratios(scores, batch),
+            mismatched=batch.columns["mismatched_ratios"],
+            label=batch.columns["label"],
+            mask=batch.branch_mask(0),
+        )
+
+    def losses_of_evaluation(
+        self, evaluated: Sequence[AnswerRatios], ranks: Ranks
+    ) -> tuple[list[Tensor], Tensor]:
+        """Return the sum () of the losses of each batch, and the KL estimate () over all of them.
+
+        The estimate is over all ranks.
+        """
+        mismatched = torch.cat([answers.mismatched for answers in evaluated])
+        kl = mean_ratio(mismatched, torch.cat([answers.mask for answers in evaluated]), ranks)
+        sums = [
+            masked_sum(self.losses(answers.own, answers.label, kl), answers.mask)
+            for answers in evaluated
+        ]
+        return sums, kl
 
     def predictions(self, scores: TokenScores, batch: Batch) -> Mapping[str, Tensor]:
         """Return the implied reward and the log-probability of each answer (G, 1)."""
@@ -95,3 +128,10 @@ class KTO(PreferenceAlgorithm):
         metrics.mean("rewards/margins", torch.stack([chosen, -rejected]), num_answers)
         if scores.entropies is not None:
             record_entropy(metrics, scores.entropies.detach(), batch.loss_mask & mask[:, None])
+
+
+def mean_ratio(ratios: Tensor, mask: Tensor, ranks: Ranks) -> Tensor:
+    """Return the mean () of the log-ratios (B,) that the mask marks, on all ranks; at least 0."""
+    sums = torch.stack([masked_sum(ratios, mask), mask.sum()])
+    total, count = ranks.sum(sums).unbind()
+    return (total / count.clamp(min=1)).clamp(min=0)

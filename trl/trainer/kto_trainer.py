@@ -10,7 +10,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
 from ..algorithms.base import LossTerms
-from ..algorithms.kto import KTO
+from ..algorithms.kto import KTO, AnswerRatios
 from ..batch import Batch, Step
 from ..data.encode import TextEncoder
 from ..data.preference_cutting import add_kl_answers, with_kl_answers
@@ -46,7 +46,7 @@ class KTOTrainer(PreferenceTrainer):
     unpairs = True
     algorithm: KTO
     _one_forward: Step  # a step whose KL estimate the forward that trains will make
-    _evaluated: list[tuple[Batch, TokenScores]]  # of the evaluation that is running
+    _evaluated: list[AnswerRatios]  # of the batches of the evaluation that is running
     method = Method("KTO", "kto", arxiv="2402.01306")
 
     def prepare_dataset(
@@ -135,10 +135,7 @@ class KTOTrainer(PreferenceTrainer):
             return super().loss(scores, batch)
         self.collect_predictions(scores, batch)
         self.algorithm.record(scores, batch, self.metrics["eval"])
-        rows = batch.branch_rows(1)
-        mismatched = batch.select_branch(1)
-        batch = self.algorithm.with_mismatched_ratios(batch, mismatched, scores.logps[rows])
-        self._evaluated.append((batch, TokenScores(logps=scores.logps)))
+        self._evaluated.append(self.algorithm.answer_ratios(scores, batch))
         return {"kto": (scores.logps.new_zeros(()), batch.totals.groups)}
 
     def evaluation_loop(self, *args: object, **options: object) -> EvalLoopOutput:
@@ -147,15 +144,12 @@ class KTOTrainer(PreferenceTrainer):
             return super().evaluation_loop(*args, **options)
         self._evaluated = []
         output = super().evaluation_loop(*args, **options)
-        batches = [batch for batch, _ in self._evaluated]
-        kl = self.algorithm.estimate_kl(batches, self.ranks)
+        loss_sums, kl = self.algorithm.losses_of_evaluation(self._evaluated, self.ranks)
         metrics = self.metrics["eval"]
         metrics.value("kl", kl)
-        for batch, scores in self._evaluated:
-            batch = batch.with_columns(kl=kl.expand(len(batch)))
-            losses = self.algorithm.sum_of_losses(scores, batch)
+        for loss_sum in loss_sums:
             # `record_loss` has recorded the totals of the batches as weights, with sums of 0.
-            metrics.mean("loss", losses[None], 0.0)
+            metrics.mean("loss", loss_sum[None], 0.0)
         self._evaluated = []
         return output
 
