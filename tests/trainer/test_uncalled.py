@@ -11,6 +11,7 @@ import pytest
 import reward_runs
 import sft_runs
 from tiny import tiny_model, tiny_tokenizer
+from workspace import ROOT
 
 from trl.trainer.dpo_trainer import DPOTrainer
 from trl.trainer.grpo_trainer import GRPOTrainer
@@ -120,6 +121,39 @@ def test_a_subclass_of_a_subclass_is_warned_of_what_is_new():
     assert "dpo_loss" not in str(caught[0].message)
 
 
+EARLIER = {
+    GRPOTrainer: [
+        *("ratio_level", "needs_entropy", "compares_entropies", "has_token_losses", "finish"),
+        *("clipped_losses", "per_micro_batch", "prepare"),
+    ],
+    SFTTrainer: ["per_micro_batch", "prepare", "statistic", "keep", "rows_class"],
+    KTOTrainer: ["statistic", "answer_logps", "frozen", "record"],
+}
+
+
+@pytest.mark.parametrize("kind", EARLIER)
+def test_hooks_of_earlier_versions_are_warned_of(kind):
+    """Also those that are attributes, whatever their value."""
+    for name in EARLIER[kind]:
+        with pytest.warns(UserWarning, match=f"Instead of `{name}`: override `"):
+            type(kind)("Mine", (kind,), {name: False})
+
+
+def test_the_term_on_the_page_counts_the_same_for_every_split(tmp_path):
+    page = (ROOT / "docs" / "coming_from_trl.md").read_text(encoding="utf-8")
+    (block,) = re.findall("```python\n(class WithPenalty.*?)```", page, flags=re.DOTALL)
+    names = {"GRPOTrainer": SFTTrainer}  # it is the same for all trainers
+    exec(block, names)
+    moved = []
+    for rows, accumulation in ((8, 1), (2, 4), (1, 8)):
+        split = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": accumulation}
+        trainer = sft_runs.make_trainer(tmp_path, kind=names["WithPenalty"], **split)
+        moved.append(sft_runs.direction(trainer))
+    assert all(sft_runs.relative(other, moved[0]) <= 1e-5 for other in moved[1:])
+    plain = sft_runs.direction(sft_runs.make_trainer(tmp_path))
+    assert sft_runs.relative(plain, moved[0]) > 1e-3
+
+
 @pytest.mark.parametrize(
     ("table", "kinds"),
     [(ONLINE, GENERATE), (OFFLINE, LEARN), (PREFERENCE, [DPOTrainer, KTOTrainer])],
@@ -134,6 +168,7 @@ def test_advice_names_what_there_is(table, kinds):
             assert name in kind.uncalled_methods
             options = {*kind.__signature__.parameters, *kind.config_class.__dataclass_fields__}
             options |= {"metrics", "peft_config", "rollout_func", "tools", "reward_funcs"}
+            options |= {"needs", "answer_logps"} if "an algorithm" in advice else set()
             for hook, arguments in hooks:
                 method = getattr(kind, hook, None)
                 if "override" in advice and arguments:

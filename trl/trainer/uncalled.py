@@ -1,4 +1,4 @@
-"""Methods of Hugging Face TRL's trainers that subclasses override, and that nothing calls here.
+"""Methods that subclasses override, of Hugging Face TRL or earlier versions, and nothing calls.
 
 A script that defines one of them would train as if it had not, so it is warned of when the class is
 made. Each name comes with what does the same here.
@@ -14,7 +14,8 @@ CREDIT = "override `credit(step)`"
 GENERATE = "override `generate(prompts, mode)`, or pass `rollout_func`"
 LOSS = "override `loss(scores, batch)`"
 SCORE = "override `score(model, batch)`"
-CREDIT = "override `credit(step)`"
+TAKE = "override `take_step(inputs, mode)`"
+NEEDS = "override `make_algorithm()`, and return an algorithm whose property `needs` says it"
 PREPARE_DATASET = "override `prepare_dataset(dataset, encoder, args, mode)`"
 REFERENCE = "pass `ref_model`, or override `annotate(step)`"
 ADAPTER = "pass `peft_config`, or a model that has an adapter"
@@ -39,7 +40,15 @@ ONLINE = {
     "_tool_call_loop": "pass `tools` or `rollout_func`",
     "compute_liger_loss": ONLINE_LOSS,
     # Hooks of earlier versions of this package.
+    "clipped_losses": ONLINE_LOSS,
+    "compares_entropies": NEEDS,
     "compute_advantages": CREDIT,
+    "finish": CREDIT,
+    "has_token_losses": NEEDS,
+    "needs_entropy": NEEDS,
+    "per_micro_batch": ONLINE_LOSS + ", which returns sums and totals",
+    "prepare": TAKE,
+    "ratio_level": NEEDS,
     "policy_loss": ONLINE_LOSS,
     "shape_rewards": CREDIT,
     "generate_completions": "add `LogCompletionsCallback`",
@@ -58,8 +67,13 @@ OFFLINE = {
     "_prepare_peft_model": ADAPTER,
     "_set_signature_columns_if_needed": PREPARE_DATASET,
     "before_step": CREDIT,
+    "keep": "override `collect_predictions(scores, batch)`",
     "loss_of": LOSS,
+    "per_micro_batch": LOSS + ", which returns sums and totals",
+    "prepare": TAKE,
     "process_row": PREPARE_DATASET,
+    "rows_class": "override `collate(examples)`",
+    "statistic": NEEDS,
     "tokenize_row": PREPARE_DATASET,
     "visualize_samples": "call `predict(test_dataset)`",
     "weigh": LOSS + ", which returns sums and totals",
@@ -67,6 +81,8 @@ OFFLINE = {
 # Of those that compare a policy with a reference, besides.
 PREFERENCE = {
     "_compute_loss_liger": LOSS,
+    "answer_logps": "override `make_algorithm()`, and return an algorithm with another "
+    "`answer_logps`",
     "build_tokenized_answer": PREPARE_DATASET,
     "compute_ref_log_probs": REFERENCE,
     "compute_reference_log_probs": REFERENCE,
@@ -74,11 +90,13 @@ PREFERENCE = {
     "concatenated_inputs": SCORE,
     "dpo_loss": LOSS,
     "forward": SCORE,
+    "frozen": REFERENCE,
     "generate_from_model_and_ref": "add `LogCompletionsCallback`",
     "get_batch_logps": SCORE,
     "get_batch_loss_metrics": LOSS,
     "kto_loss": LOSS,
     "null_ref_context": REFERENCE,
+    "record": LOSS + ", which may add to `metrics`",
     "store_metrics": LOSS + ", which may add to `metrics`",
 }
 
