@@ -135,7 +135,7 @@ EARLIER = {
 def test_hooks_of_earlier_versions_are_warned_of(kind):
     """Also those that are attributes, whatever their value."""
     for name in EARLIER[kind]:
-        with pytest.warns(UserWarning, match=f"Instead of `{name}`: override `"):
+        with pytest.warns(UserWarning, match=f"Instead of `{name}`: "):
             type(kind)("Mine", (kind,), {name: False})
 
 
