@@ -117,7 +117,7 @@ def test_completions_match_a_regular_expression():
 
 def test_a_prompt_that_leaves_no_room_is_named():
     prompts = Prompts(messages=["a", "b"], token_ids=[[20], [20] * 128])
-    with pytest.raises(ValueError, match=r"row 1 .* 128 tokens, but .* only 128"):
+    with pytest.raises(ValueError, match=r"row 1 .* 128 tokens, but .* context is 128"):
         backend(policy_model()).generate(prompts, sampling(seeds=(1, 2)), 1)
 
 

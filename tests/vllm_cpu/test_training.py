@@ -196,8 +196,7 @@ def test_the_reported_log_probabilities_do_not_replace_the_policys(tmp_path, run
     trainer = trainer_of(tmp_path, beta=0.1, max_steps=1)
     assert not trainer.backend.reports_policy_logps
     batch = trainer.collect([{"prompt": "ab"}] * 8)
-    assert batch.sampling_logps is not None
-    assert batch.sampling_logps.shape == batch.ref_logps.shape
+    assert batch.columns["sampling_logps"].shape == batch.columns["ref_logps"].shape
 
 
 def test_the_engine_is_as_large_as_the_round_needs(tmp_path, running):

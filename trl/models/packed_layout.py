@@ -101,14 +101,6 @@ def packed_layout(
     groups = list(_groups(batch, with_ends, shares_more))
     lengths = [(len(group.prefix), [*map(len, group.tails)]) for group in groups]
     packing = Packing.of(lengths, device, unread=[group.unread for group in groups])
-    indices = list[list[int]]()  # of each row: the tokens that predict its completion
-    for group, packed_group in zip(groups, packing.groups, strict=True):
-        prefix = packed_group.prefix
-        shared = range(prefix.start + group.unread, prefix.stop)
-        start = packed_group.all_tails.start
-        for tail in group.tails:
-            indices.append([*shared, *range(start, start + len(tail))])
-            start += len(tail)
     sequences = [(group.prefix, 0) for group in groups]
     sequences += [(tail, len(group.prefix)) for group in groups for tail in group.tails]
     ids = list[int]()
@@ -118,7 +110,20 @@ def packed_layout(
         positions += range(first, first + len(tokens))
     # At least one token, as in `plain_layout`.
     inputs = packed_inputs(torch.tensor([ids or [0]]), torch.tensor([positions or [0]]), packing)
-    return _layout(inputs, batch, indices, device, with_ends)
+    return _layout(inputs, batch, _predicting_tokens(groups, packing), device, with_ends)
+
+
+def _predicting_tokens(groups: Sequence["_TokenGroup"], packing: Packing) -> list[list[int]]:
+    """Return for each row the indices of the tokens that predict its completion."""
+    indices = list[list[int]]()
+    for group, packed_group in zip(groups, packing.groups, strict=True):
+        prefix = packed_group.prefix
+        shared = range(prefix.start + group.unread, prefix.stop)
+        start = packed_group.all_tails.start
+        for tail in group.tails:
+            indices.append([*shared, *range(start, start + len(tail))])
+            start += len(tail)
+    return indices
 
 
 class _TokenGroup(NamedTuple):

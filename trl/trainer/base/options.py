@@ -62,17 +62,23 @@ def _unmet_requirement(
     needs_integer = int in types and float not in types
     if bounds or (needs_integer and isinstance(value, float)):
         return _unmet_bounds(value, bounds, metadata.get("hint", ""), needs_integer)
-    choices = metadata.get("choices")
-    enumerations: list[Any] = [
-        option_type for option_type in types if isinstance(option_type, EnumType)
-    ]
-    if choices is None and enumerations:
-        choices = [member.value for member in enumerations[0]]
+    choices = _legal_choices(types, metadata)
     if choices is not None:
         if value in choices:
             return None
         return f"one of {', '.join(choices)}.{did_you_mean(str(value), choices)}"
     return _unmet_type(value, types)
+
+
+def _legal_choices(types: Sequence[Any], metadata: Mapping[str, Any]) -> Sequence[str] | None:
+    """Return the legal values of an option: its choices, or those of an enumeration; else None."""
+    choices: Sequence[str] | None = metadata.get("choices")
+    enumerations: list[Any] = [
+        option_type for option_type in types if isinstance(option_type, EnumType)
+    ]
+    if choices is None and enumerations:
+        return [member.value for member in enumerations[0]]
+    return choices
 
 
 def _unmet_bounds(value: object, bounds: Bounds, hint: str, needs_integer: bool) -> str | None:

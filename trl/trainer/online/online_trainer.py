@@ -59,13 +59,12 @@ class OnlineTrainer(BaseTrainer):
     - `loss(scores, batch)`: loss terms of a chunk, each a sum and its total over the step;
     - `generate(prompts, mode)`, `collect(rows, mode)`: how completions are made.
 
-    Datasets have rows with a `prompt`; their other columns are passed to the reward functions.
-    `eval_dataset` may be a dictionary of datasets. `reward_funcs` are callables, coroutine
-    functions, sequence classifiers with their `reward_processing_classes`, or their names; one or
-    a list. A model that is given by name is quantized by `quantization_config`; with `peft_config`
-    an adapter is trained. The policy may call `tools` (`ToolRunner`), a `rollout_func` makes the
-    completions itself (`FunctionBackend`), an `environment_factory` what each row acts in
-    (`Environments`). The reference is `ref_model`, or the policy as it is now.
+    Datasets have a `prompt`; other columns are passed to the reward functions. `eval_dataset` may
+    be a dictionary of datasets. `reward_funcs` are callables, coroutine functions, sequence
+    classifiers with their `reward_processing_classes`, or names; one or a list. A model that is
+    given by name is quantized by `quantization_config`; with `peft_config` an adapter is trained.
+    The policy may call `tools`, a `rollout_func` makes the completions, an `environment_factory`
+    what each row acts in. The reference is `ref_model`, or the policy as it is now.
     """
 
     config_class: ClassVar[type[OnlineConfig]]
