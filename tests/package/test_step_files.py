@@ -17,8 +17,8 @@ PAGE = PACKAGE.parent / "docs" / "how_a_step_works.md"
 BELOW = ("models", "ops", "generation", "memory")
 STEPS = {
     "RLOO": (lambda folder: online_runs.make_trainer(folder, **RLOO), 28),
-    "DPO": (lambda folder: dpo_runs.make_trainer(folder, **LOGGED), 15),
-    "SFT": (lambda folder: sft_runs.make_trainer(folder, **LOGGED), 12),
+    "DPO": (lambda folder: dpo_runs.make_trainer(folder, **LOGGED), 16),
+    "SFT": (lambda folder: sft_runs.make_trainer(folder, **LOGGED), 13),
 }
 LOGGED = {"max_steps": 2, "logging_steps": 5}
 RLOO = LOGGED | {"beta": 0.2, "script": None}

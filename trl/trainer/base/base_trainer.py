@@ -64,6 +64,7 @@ class BaseTrainer(StrictKeywordArguments, OverrideCheck, BestMetricCheck, Checkp
     method: ClassVar[Method]
     _moving_reference: MovingReference | None = None
     _memory_callback: "MemoryCallback | None" = None
+    _options: dict[str, Any] | None = None  # that the algorithm has
     _prefix = ""  # of the metrics of the evaluation that is running
 
     def __init__(self, policy: Policy, args: BaseConfig, **options: Any):
@@ -99,7 +100,7 @@ class BaseTrainer(StrictKeywordArguments, OverrideCheck, BestMetricCheck, Checkp
         return self.make_algorithm()
 
     def make_algorithm(self) -> Algorithm[Any]:
-        """Make the algorithm of the options; called before each update, as they may change."""
+        """Make the algorithm of the options; called again when they have changed."""
         algorithm: Algorithm[Any] = self.args.make_algorithm()
         return algorithm
 
@@ -145,9 +146,15 @@ class BaseTrainer(StrictKeywordArguments, OverrideCheck, BestMetricCheck, Checkp
             self._memory_callback.begin_step(self.state.global_step)
         inputs = list(islice(epoch_iterator, num_batches))
         self.load_random_state()
-        # A callback may have changed an option, such as `beta`, since the last update.
-        self.algorithm = with_changed_options(self.algorithm, self.make_algorithm())
+        self._follow_options()
         return (self.take_step(inputs, "train") if inputs else []), None
+
+    def _follow_options(self) -> None:
+        """Give the algorithm the options that a callback, say, has changed, such as `beta`."""
+        options = dict(vars(self.args))
+        if options != self._options:
+            self._options = options
+            self.algorithm = with_changed_options(self.algorithm, self.make_algorithm())
 
     def take_step(self, inputs: list[Any], mode: Mode) -> list[Batch]:
         """Turn what the loader gave for an optimizer step into its micro-batches.

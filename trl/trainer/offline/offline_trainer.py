@@ -227,14 +227,18 @@ class OfflineTrainer(BaseTrainer):
         """Prepare a dataset, or a dictionary of evaluation sets, unless it is the trainer's own."""
         if isinstance(dataset, Mapping):
             return {name: self._prepared(value, args) for name, value in dataset.items()} or None
-        is_own = any(dataset is own for own in self._own_datasets)
-        if dataset is None or is_own or isinstance(dataset, PreparedStream):
+        if dataset is None or self._is_prepared(dataset):
             return dataset
         check_dataset(f"{mode}_dataset", dataset)
         prepared = self.prepare_dataset(dataset, self._encoder, args, mode)
         if isinstance(prepared, PreparedStream) and args.shuffle_dataset and mode == "train":
             return prepared.shuffled(args.seed, BUFFERED)
         return prepared
+
+    def _is_prepared(self, dataset: RawDataset | PreparedStream) -> bool:
+        """Whether a dataset is one of the trainer's own, or a stream that was prepared."""
+        is_own = any(dataset is own for own in self._own_datasets)
+        return is_own or isinstance(dataset, PreparedStream)
 
     def _loader(
         self, dataset: Dataset | PreparedStream, mode: Mode

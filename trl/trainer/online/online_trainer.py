@@ -309,8 +309,7 @@ class OnlineTrainer(BaseTrainer):
     def _ready_for_loss(self, batch: Batch, is_finite: bool) -> Batch:
         """Drop old log-probabilities if on-policy, and mark the rows that have a gradient.
 
-        If scores are not finite, all advantages become NaN, so that the gradient guard skips the
-        updates.
+        Scores that are not finite make all advantages NaN: the gradient guard skips the updates.
         """
         if not is_finite:
             nan = torch.full_like(batch.columns["advantages"], torch.nan)
