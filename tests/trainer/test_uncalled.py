@@ -123,11 +123,11 @@ def test_a_subclass_of_a_subclass_is_warned_of_what_is_new():
 
 EARLIER = {
     GRPOTrainer: [
-        *("ratio_level", "needs_entropy", "compares_entropies", "has_token_losses", "finish"),
+        *("ratio_level", "needs_entropy", "compares_entropies", "has_token_losses"),
         *("clipped_losses", "per_micro_batch", "prepare"),
     ],
-    SFTTrainer: ["per_micro_batch", "prepare", "statistic", "keep", "rows_class"],
-    KTOTrainer: ["statistic", "answer_logps", "frozen", "record"],
+    SFTTrainer: ["per_micro_batch", "prepare", "statistic", "rows_class"],
+    KTOTrainer: ["statistic", "answer_logps", "frozen"],
 }
 
 

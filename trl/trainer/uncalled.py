@@ -43,7 +43,6 @@ ONLINE = {
     "clipped_losses": ONLINE_LOSS,
     "compares_entropies": NEEDS,
     "compute_advantages": CREDIT,
-    "finish": CREDIT,
     "has_token_losses": NEEDS,
     "needs_entropy": NEEDS,
     "per_micro_batch": ONLINE_LOSS + ", which returns sums and totals",
@@ -67,7 +66,6 @@ OFFLINE = {
     "_prepare_peft_model": ADAPTER,
     "_set_signature_columns_if_needed": PREPARE_DATASET,
     "before_step": CREDIT,
-    "keep": "override `collect_predictions(scores, batch)`",
     "loss_of": LOSS,
     "per_micro_batch": LOSS + ", which returns sums and totals",
     "prepare": TAKE,
@@ -96,7 +94,6 @@ PREFERENCE = {
     "get_batch_loss_metrics": LOSS,
     "kto_loss": LOSS,
     "null_ref_context": REFERENCE,
-    "record": LOSS + ", which may add to `metrics`",
     "store_metrics": LOSS + ", which may add to `metrics`",
 }
 
