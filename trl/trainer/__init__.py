@@ -1,4 +1,4 @@
-"""The algorithms, and the skeletons on which they are built."""
+"""The public trainers, their options, and the training loop."""
 
 from ..imports import check_versions, lazy_exports
 
