@@ -36,8 +36,17 @@ def test_git_ignores_nothing_that_belongs_to_the_project():
 
 
 def imported(path):
-    """Names of the packages that a module imports."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    """Names of the packages that a module imports when it runs."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for_types = [
+        node
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
+        for node in block.body
+    ]
+    for node in ast.walk(tree):
+        if node in for_types:
+            continue
         if isinstance(node, ast.Import):
             yield from (alias.name.partition(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and not node.level:

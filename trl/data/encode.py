@@ -1,5 +1,7 @@
 """Texts and conversations as token ids, a batch at a time."""
 
+from __future__ import annotations
+
 import hashlib
 import json
 import re
@@ -7,17 +9,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import groupby
 from operator import itemgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import transformers
-from tokenizers import Encoding, Tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from ..ops.masking import common_prefix_length
 from .bounds import ModelBounds
 from .formats import Processor, prepare_multimodal_messages, prompt_ending, text_of_parts
 from .templates import naming_template, reads_parts
+
+if TYPE_CHECKING:
+    from tokenizers import Encoding, Tokenizer
 
 Ids = list[int]
 Chat = Sequence[dict[str, Any]]

@@ -107,11 +107,13 @@ class Agents:
                 x for x in (engine.context_length, context_length(policy.model)) if x is not None
             ]
             options: Any = self.args.chat_template_kwargs
+            # First, as it says so if the template does not know tools at all.
+            result_encoder = ToolResultEncoder(tokenizer, stop_ids, self.template_kwargs)
             engine = ToolLoop(
                 engine,
                 tools=self.tools,
                 parser=ToolCallParser(tokenizer, self.tools.schemas, options),
-                result_encoder=ToolResultEncoder(tokenizer, stop_ids, self.template_kwargs),
+                result_encoder=result_encoder,
                 ranks=policy.ranks,
                 max_iterations=self.args.max_tool_calling_iterations,
                 context_length=min(bounds, default=None),
