@@ -72,7 +72,7 @@ def test_rows_with_equal_ids_and_other_media_share_nothing():
         completion_ids=[[1], [2], [3]],
         row_ids=range(3),
     )
-    assert rows.unit_tokens() == [4, 1, 4]
+    assert rows.computed_tokens() == [4, 1, 4]
 
 
 def test_equal_neighbors_among_prompts_are_one_prefix():

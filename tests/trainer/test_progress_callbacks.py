@@ -179,6 +179,8 @@ def pseudo_terminal(monkeypatch):
     reader.start()
     with monkeypatch.context() as change, os.fdopen(slave, "w", encoding="utf-8") as file:
         change.setenv("COLUMNS", "120")
+        # Where another test imported rich, it may have seen another environment.
+        change.setattr("rich.console.Console._environ", os.environ)
         change.setenv("TERM", "xterm")
         change.setattr("sys.stdout", file)
         yield written
