@@ -196,3 +196,10 @@ def test_old_arguments(tmp_path):
             processing_class=tiny_tokenizer(),
         )
     assert trainer.rewards.sources[0].name == "token_sum"
+
+
+def test_chunks_never_divide_a_pair(tmp_path):
+    """At most 12 tokens would cut the second pair in two."""
+    whole = step_direction(make(tmp_path / "whole", max_tokens_per_piece=0))
+    chunked = step_direction(make(tmp_path / "chunked", max_tokens_per_piece=12))
+    assert relative(chunked, whole) < 2e-6
